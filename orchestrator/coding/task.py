@@ -82,10 +82,10 @@ class CodeTask(msgspec.Struct, frozen=True, kw_only=True):
     source: str = ""
 
     def __post_init__(self) -> None:
-        if (self.report if not self.test_command else self.report not in REPORTS):
+        if self.report not in (REPORTS if self.test_command else ("",)):
             raise ConfigError(
-                f"task {self.id}: report {self.report!r} of the test_command {self.test_command!r}: a command needs one "
-                f"of {', '.join(REPORTS)}, and pytest, which runs without one, needs none"
+                f"task {self.id} has the report {self.report!r} with the test_command {self.test_command}; a command "
+                f"needs one of {', '.join(REPORTS)}, and a task without one, which pytest tests, none"
             )
 
 

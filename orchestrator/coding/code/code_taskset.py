@@ -17,6 +17,7 @@ import asyncio
 import contextlib
 import hashlib
 import logging
+import shlex
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -48,8 +49,8 @@ MAX_READ_BYTES = 2**22
 MAX_TREE_BYTES = 2**26
 """Of the agent's tree, besides what it had at the start."""
 INSTRUCTION = (
-    "You are a programmer. A Python repository is in the current folder. Make the change that the user asks for in its "
-    "source files. Its tests decide; `python -m pytest` runs them. When you are done, answer without calling a tool."
+    "You are a programmer. A repository is in the current folder. Make the change that the user asks for in its "
+    "source files. Its tests decide; `{tests}` runs them. When you are done, answer without calling a tool."
 )
 
 
@@ -113,7 +114,7 @@ class CodeTasksetConfig(CodeSettings, vf.TasksetConfig):
     seed: int = 0
     """Draws the order."""
     instruction: str = INSTRUCTION
-    """System prompt; an empty one is left out."""
+    """System prompt, with the task's test command for {tests}; an empty one is left out."""
 
 
 class CodeState(vf.State):
@@ -305,10 +306,11 @@ class CodeTaskset(vf.Taskset[CodeEpisode, CodeTasksetConfig]):  # pyright: ignor
             if config.split not in ("all", split) or (config.kinds and task.kind not in config.kinds):
                 continue
             tree_of(task, settings.trees)  # Say now that one is missing.
+            tests = shlex.join(task.test_command).replace("{report}", "/tmp/report") or "python -m pytest"
             data = CodeData(
                 name=task.id,
                 prompt=task.prompt,
-                system_prompt=config.instruction or None,
+                system_prompt=config.instruction.replace("{tests}", tests) or None,
                 repository=task.repository,
                 workdir=WORK,
                 place=place,

@@ -2,6 +2,7 @@
 
     pristine tree -> minus `removed` sources, plus `start`, plus the patch where it is editable, plus `test_files`
         -> open_box -> python -I -c reporter.py -> signed records -> Grade
+                   └─> the task's own test command -> its report (`reports.py`) -> Grade
 
 A patch that would earn by the task's own tests runs others of the repository, too: all that reach a file that it
 touches, and more for `regression_s`. Repaired tests come back there as counter-tests (`reporter.py`), which honest code
@@ -14,6 +15,11 @@ in memory). pytest shares its interpreter. Probes, which are tests that must fai
 and functions of pytest, unittest and builtins must be the same at the end. One passed probe takes all credit.
 
 Code that searches memory for the key, or undoes its patches in time and spares the probes, is left to the monitor.
+
+The report of a command of the task's own has no signature, and no probes among its tests. It comes on the command's
+output, or in a file whose name is drawn for each run; it must agree with itself and the exit code. Then the tests run
+with other numbers in them: those that the known solution fails so, a patch must fail, too. Code that reads the altered
+tests before it forges their outcomes is not found.
 """
 
 from __future__ import annotations
@@ -25,7 +31,9 @@ import hashlib
 import hmac
 import json
 import random
+import re
 import secrets
+import shlex
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -37,8 +45,17 @@ import msgspec
 from composer_prime.config.sandbox import RuntimeConfig
 from composer_prime.errors import SandboxError
 from orchestrator.coding.code.elsewhere import changed_elsewhere
-from orchestrator.coding.monitor.before import PYTEST_FILES, STARTUP_FILES, is_below, unwanted_files
-from orchestrator.coding.sandbox.box import CommandResult, open_box, read_tree
+from orchestrator.coding.code.reports import MAX_REPORT_BYTES, TWICE, read_report
+from orchestrator.coding.monitor.before import (
+    BUILD_FILES,
+    PYTEST_FILES,
+    RUNNER_FILES,
+    STARTUP_FILES,
+    is_below,
+    is_test_file,
+    unwanted_files,
+)
+from orchestrator.coding.sandbox.box import Box, CommandResult, open_box, read_tree
 from orchestrator.coding.task import HELD_BACK, CodeTask, Suite, check_path, matches, parsed, suite_of, tree_of
 
 MAX_FILE_BYTES = 2**20
@@ -72,6 +89,9 @@ _REPORT_CHARS = 4000
 _STDERR_CHARS = 1000
 _NEVER_TAKEN = STARTUP_FILES | PYTEST_FILES | {"setup.cfg", "pyproject.toml", "__pycache__"}
 _NEVER_TAKEN_SUFFIXES = (".pth", ".pyc", ".pyo", ".so", ".pyd")
+_NUMBER = re.compile(rb"(?<![\w.])\d{1,9}(?!\w)")
+_ALTERATIONS = 2
+_UNSIGNED = "The outcomes are unsigned: without pytest there are no probes and no held-back inputs."
 _reporter_source = functools.cache(Path(__file__).with_name("reporter.py").read_text)
 _KILLED = 128 + 9
 
@@ -144,6 +164,9 @@ async def grade(
     result = _judge(wanted, kept, await bench.run(files, spec, task.timeout_s), refused)
     if not result.fraction:  # Nothing is earned.
         return replace(result, solved=False)
+    if task.test_command:
+        result = await _altered(result, bench, files, wanted) if task.solution else result
+        return replace(result, elsewhere=await asyncio.to_thread(_elsewhere, task, trees, taken))
     suite = suite_of(task, trees) if regression_s else None
     others = regression_files(task, suite, taken, regression_s) if suite else []
     ran = await bench.counters(files, suite, others)
@@ -158,6 +181,26 @@ async def grade(
     if result.solved and HELD_BACK in task.test_files:
         result = await _asked(result, bench, files, solved)
     return replace(result, elsewhere=await asyncio.to_thread(_elsewhere, task, trees, taken))
+
+
+async def _altered(result: Grade, bench: _Bench, files: _Files, wanted: Collection[str]) -> Grade:
+    """Ask the tests with other numbers in them. Repaired ones that the known solution then fails are counter-tests."""
+    task, said, wall_s = bench.task, {}, result.wall_s
+    solved = _overlay(task, {path: text.encode() for path, text in task.solution.items()})
+    graded = await asyncio.to_thread(_graded_tree, task, tree_of(task, bench.trees), _overlay(task, {}))
+    chosen = random.SystemRandom()
+    for turn in range(_ALTERATIONS):
+        tests = {
+            path: _NUMBER.sub(lambda found: b"%d" % (int(found[0]) + chosen.randint(1, 9)), graded[path])
+            for path in graded
+            if path in task.tests or is_test_file(path)
+        }
+        honest, _ = await bench.run({**solved, **tests}, {}, task.timeout_s)
+        given, finished = await bench.run({**files, **tests}, {}, task.timeout_s)
+        wall_s += finished.wall_s
+        failed = [name for name in result.passed.intersection(wanted) if honest.outcomes.get(name) == "failed"]
+        said |= {f"input{turn} {name}": given.outcomes.get(name, "missing") for name in sorted(failed)}
+    return _countered(replace(result, wall_s=wall_s), said)
 
 
 async def _asked(result: Grade, bench: _Bench, files: _Files, solved: _Files) -> Grade:
@@ -307,6 +350,39 @@ class _Bench:
         return results, finished
 
     async def _run_once(self, files: _Files, spec: Mapping[str, Any], timeout_s: float) -> _Ran:
+        content = await asyncio.to_thread(_graded_tree, self.task, tree_of(self.task, self.trees), files)
+        limits = {"timeout_s": timeout_s, "output_bytes": _CHANNEL_BYTES}
+        limits["cpu_s"] = max(self.runtime.limits.cpu_s, timeout_s)
+        async with await open_box(self.runtime, files=content, python_path=self.task.python_path) as box:
+            if self.task.test_command:
+                return await self._run_command(box, limits)
+            return await self._run_reporter(box, spec, limits)
+
+    async def _run_command(self, box: Box, limits: Mapping[str, Any]) -> _Ran:
+        """Run the task's own command. What its report cannot be trusted for passes nothing."""
+        command, place = self.task.test_command, f".report-{secrets.token_hex(16)}"
+        argv = [word.replace("{report}", place) for word in command]
+        if (await box.run(["sh", "-c", 'command -v "$0"', argv[0]])).exit_code:
+            raise SandboxError(
+                f"task {self.task.id}: the sandbox has no program {argv[0]!r}, which its test_command begins with; add "
+                "its package to orchestrator.source.runtime.packages (npm:node for Node), or install it in /usr"
+            )
+        finished = await box.run(argv, env={"CI": "1", "NO_COLOR": "1"}, **limits)
+        results = _Results(num_probes=0, started=True, changed=None if finished.exit_code is None else "")
+        try:
+            content = finished.stdout if argv == command else await box.read_file(place, MAX_REPORT_BYTES)
+            outcomes = read_report(self.task.report, content)
+            if finished.exit_code and not {"failed", TWICE} & {*outcomes.values()}:
+                raise ValueError(f"its exit code is {finished.exit_code}, and its report names no failed test")
+            results.outcomes = outcomes
+            said = [f"{outcome}: {name}" for name, outcome in outcomes.items() if outcome in ("failed", TWICE)]
+        except (ValueError, OSError) as error:
+            said = [str(error)]
+        output = (finished.stdout + finished.stderr)[-_STDERR_CHARS:].decode(errors="replace")
+        results.reasons[shlex.join(command)] = "\n".join([*said[:9], _UNSIGNED, output])
+        return results, finished
+
+    async def _run_reporter(self, box: Box, spec: Mapping[str, Any], limits: Mapping[str, Any]) -> _Ran:
         key = secrets.token_bytes(32)
         spec = {
             "seed": secrets.randbits(64),
@@ -317,16 +393,7 @@ class _Bench:
         }
         argv = ["python", *ISOLATED, "-c", _reporter_source()]
         env = {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "PYTHONDONTWRITEBYTECODE": "1"}
-        content = await asyncio.to_thread(_graded_tree, self.task, tree_of(self.task, self.trees), files)
-        async with await open_box(self.runtime, files=content, python_path=self.task.python_path) as box:
-            finished = await box.run(
-                argv,
-                env=env,
-                stdin=json.dumps(spec).encode(),
-                timeout_s=timeout_s,
-                output_bytes=_CHANNEL_BYTES,
-                cpu_s=max(self.runtime.limits.cpu_s, timeout_s),
-            )
+        finished = await box.run(argv, env=env, stdin=json.dumps(spec).encode(), **limits)
         return _read(finished.stdout, key), finished
 
 
@@ -394,11 +461,20 @@ def _reason_to_refuse(task: CodeTask, path: str, content: bytes, total: int) -> 
         return "no pattern of the task's editable files takes it"
     if not _NEVER_TAKEN.isdisjoint(plain.parts) or plain.suffix in _NEVER_TAKEN_SUFFIXES:
         return "files of this name are never taken"
+    if task.test_command and _steers(task, path):
+        return "it is a test, or decides what the test command does"
     if len(content) > MAX_FILE_BYTES:
         return f"it has {len(content)} bytes; the limit is {MAX_FILE_BYTES}"
     if total + len(content) > MAX_PATCH_BYTES:
         return f"the patch has more than {MAX_PATCH_BYTES} bytes"
     return ""
+
+
+def _steers(task: CodeTask, path: str) -> bool:
+    """Tell whether a file may be one that the task's command runs, or that says what it runs."""
+    named = re.split(r"[\s;|&<>=]+(?:\./)?", " ".join(task.test_command))
+    is_known = RUNNER_FILES.search(path) or path in named
+    return bool(is_known or (path not in task.editable and (is_test_file(path) or BUILD_FILES.search(path))))
 
 
 def _overlay(task: CodeTask, taken: _Files) -> _Files:

@@ -22,7 +22,7 @@ from xml.parsers import expat
 import msgspec
 
 MAX_REPORT_BYTES = 2**23
-TWICE = "twice"
+TWICE = "named twice"
 _MAX_ID_CHARS = 1000
 _MAX_DEPTH = 40
 _GO = {"pass": "passed", "fail": "failed", "skip": "skipped"}
@@ -165,7 +165,9 @@ def _cargo(content: bytes) -> Outcomes:
         elif count is not None and (result := _CARGO_RESULT.fullmatch(line)):
             counts = Counter(outcome for _, outcome in own)
             if [*map(int, result.groups())] != [counts[each] for each in _CARGO.values()] or len(own) != count:
-                raise ValueError(f"its report has {len(own)} tests, {dict(counts)}, of {count}, and says {line[:200]!r}")
+                raise ValueError(
+                    f"its report has {len(own)} tests, {dict(counts)}, of {count}, and says {line[:200]!r}"
+                )
             found, count, is_listed = found + own, None, False
     if count is not None:
         raise ValueError(f"its report ends within the {count} tests of {binary or 'a program'}")

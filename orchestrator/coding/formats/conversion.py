@@ -5,7 +5,8 @@
 
 One bad record does not end an import. tasks.jsonl is written once all records are done.
 
-Only tests that pytest runs can be graded. sympy's instances name functions, which are looked up in the test patch.
+pytest runs the tests of a record without a test_command. sympy's instances name functions, which are looked up in the
+test patch.
 """
 
 from __future__ import annotations
@@ -84,7 +85,8 @@ async def _outcome(
     try:
         task = await asyncio.to_thread(_instance_task, record, repositories, trees, timeout_s)
         reason = await why_unproven(task, trees, runtime)
-        return reason or (await hold_back(task, trees, runtime) if task.solution else task)
+        is_open = bool(task.solution) and not task.test_command
+        return reason or (await hold_back(task, trees, runtime) if is_open else task)
     except (ConfigError, SandboxError, OSError) as error:  # OSError: its files do not fit.
         return str(error).removeprefix(f"{record.place}: ") or repr(error)  # A TimeoutError has no words.
 
@@ -141,13 +143,16 @@ def _instance_task(record: Record, repositories: Path, trees: Path, timeout_s: f
         raise ConfigError("its 'patch' is empty or changes nothing: there is nothing to solve")
     test_changes = apply_patch(tree, str(record.values.get("test_patch") or ""), field="test_patch")
     test_files = _present(test_changes)
-    fail_to_pass, pass_to_pass = (_pytest_ids(ids, test_files) for ids in (fail_to_pass, pass_to_pass))
+    command = record.texts("test_command") if record.values.get("test_command") else []
+    if not command:
+        fail_to_pass, pass_to_pass = (_pytest_ids(ids, test_files) for ids in (fail_to_pass, pass_to_pass))
+    tests = sorted(test_files if command else {test.partition("::")[0] for test in (*fail_to_pass, *pass_to_pass)})
     suffixes = sorted({".py", *(PurePosixPath(path).suffix for path in changed)} - {""})
     start, solution = {}, changed
     hidden = [path for path, text in test_changes.items() if text is None]
     if repo.startswith("swesmith/"):  # There `patch` makes the bug.
         start, solution = changed, {path: _text(tree, path, "patch") for path in changed}
-        hidden += sorted({test.partition("::")[0] for test in fail_to_pass})
+        hidden += [] if command else sorted({test.partition("::")[0] for test in fail_to_pass})
     cause = f"Some tests of {repo} fail. The cause is in {', '.join(sorted(changed))}. Find it and repair it."
     return CodeTask(
         id=name,
@@ -159,7 +164,9 @@ def _instance_task(record: Record, repositories: Path, trees: Path, timeout_s: f
         removed=hidden,
         solution=_present(solution),
         editable=[*(f"**/*{suffix}" for suffix in suffixes), *NO_TESTS, "!**/testing/**", *sorted(changed)],
-        tests=sorted({test.partition("::")[0] for test in (*fail_to_pass, *pass_to_pass)}),
+        tests=tests,
+        test_command=command,
+        report=str(record.values.get("report") or ""),
         test_files=test_files,
         fail_to_pass=fail_to_pass,
         pass_to_pass=pass_to_pass,
@@ -181,7 +188,7 @@ def _pytest_ids(names: Sequence[str], test_files: dict[str, str]) -> list[str]:
         if "::" not in name and len(files) != 1:
             raise ConfigError(
                 f"its test {name!r} is no pytest node id (file::test), and {len(files)} files of its test_patch define "
-                "it; only tests that pytest runs can be graded"
+                "it; give the record a test_command if another program than pytest runs it"
             )
         ids.append(name if "::" in name else f"{files[0]}::{name}")
     return ids

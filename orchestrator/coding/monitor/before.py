@@ -32,7 +32,17 @@ _KEPT_ARCHIVES = re.compile(r"(^|/)(tests?|testing|testdata|fixtures|data)/")
 STARTUP_FILES = {"sitecustomize.py", "usercustomize.py"}
 PYTEST_FILES = {"conftest.py", "pytest.ini", ".pytest.ini", "pytest.toml", ".pytest.toml", "tox.ini", ".coveragerc"}
 _GUARDED = {*STARTUP_FILES, *PYTEST_FILES, "pyproject.toml", "setup.cfg", "setup.py", "noxfile.py"}
-_TEST_FILE = re.compile(r"(^|/)(test_[^/]*|[^/]*_test|tests?)\.py$|(^|/)tests?/")
+_TEST_FILE = re.compile(
+    r"(^|/)(test_[^/]*|[^/]*_test|tests?)\.py$|(^|/)(tests?|__tests__)/|"
+    r"(^|/)(test-[^/]*|([^/]*[._-])?(test|spec)s?)(\.d)?\.(?!py$)\w+$"
+)
+RUNNER_FILES = re.compile(
+    r"(^|/)(package\.json|[^/]*\.(config|setup|workspace)\.\w+|\.[^/]*rc(\.\w+)?|tsconfig[^/]*\.json|\.env[^/]*|build\.rs|"
+    r"(GNU)?[Mm]akefile|[Jj]ustfile|[^/]*\.(mk|gradle|kts)|pom\.xml)$|(^|/)(node_modules|vendor|\.cargo|\.mvn)/"
+)
+"""Files that decide what test commands of other languages do."""
+BUILD_FILES = re.compile(r"(^|/)(go\.(mod|sum|work)|Cargo\.toml|[^/]*lock(\.(json|yaml))?|[^/]*\.sh)$")
+"""Such files that a solution may have to change."""
 _COMMON = {"tests", "test", "setup", "docs", "conftest", "examples", "__init__", "noxfile"}
 MAX_FILE_BYTES = 4 << 20
 """Larger files are in no tree."""

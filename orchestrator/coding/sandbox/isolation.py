@@ -97,6 +97,7 @@ def _bwrap_arguments(runtime: RuntimeConfig, image: Path) -> list[str]:
         arguments += ["--size", disk_bytes, "--tmpfs", folder]
     # Behind /tmp, where an interpreter may be installed.
     arguments += ["--ro-bind", f"{image}/python", PREFIX, "--ro-bind", f"{image}/npm", NPM_FOLDER]
+    arguments += ["--symlink", f"{NPM_FOLDER}/node_modules", "/node_modules"]  # Where code in the work folder looks.
     return [*arguments, "--remount-ro", "/dev", "--remount-ro", "/", "--chdir", "/"]
 
 

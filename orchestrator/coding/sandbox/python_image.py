@@ -37,7 +37,7 @@ PREFIX = "/opt/python" if sys.base_prefix == "/usr" else sys.base_prefix
 """Where IMAGE/python is inside a box."""
 INIT_SOURCE = Path(__file__).with_name("box_init.py")
 NPM = "npm:"
-"""Begins the name of a package of npm's."""
+"""Begins the name of a package of npm's; npm:node is Node alone, this machine's."""
 _NPM_S = 500.0
 _UNUSED_S = 30 * 86_400.0
 _LEFT_OUT = {"test", "idlelib", "ensurepip", "site-packages", "dist-packages", "tkinter", "turtledemo", "lib2to3"}
@@ -139,20 +139,22 @@ def _install_programs(programs: Sequence[str], folder: Path) -> None:
     """Install packages of npm, none of whose scripts run, and the Node that runs them. Raises SandboxError."""
     (folder / "node_modules/.bin").mkdir(parents=True)
     npm, node = shutil.which("npm"), shutil.which("node")
-    if programs and (npm is None or node is None):
+    packages = [name for name in programs if name != "node"]
+    if programs and (node is None or (packages and npm is None)):
         raise SandboxError(
             f"{', '.join(programs)} needs Node 20 or newer with npm, which are not on the PATH: install them "
             "(nodejs.org, or your system's packages nodejs and npm), or choose another harness"
         )
-    if not programs or npm is None or node is None:
+    if not programs or node is None:
         return
-    words = ["--prefix", str(folder), "--ignore-scripts", "--no-audit", "--no-fund", "--omit=dev", *programs]
+    words = ["--prefix", str(folder), "--ignore-scripts", "--no-audit", "--no-fund", "--omit=dev", *packages]
     try:
         path = subprocess.run(
             [node, "-p", "process.execPath"], capture_output=True, text=True, timeout=_NPM_S, check=True
         )
         shutil.copy(path.stdout.strip(), folder / "node_modules/.bin/node")
-        subprocess.run([npm, "install", *words], capture_output=True, text=True, timeout=_NPM_S, check=True)
+        if packages:
+            subprocess.run(["npm", "install", *words], capture_output=True, text=True, timeout=_NPM_S, check=True)
     except (subprocess.SubprocessError, OSError) as error:
         said = str(getattr(error, "stderr", None) or error).strip()
         raise SandboxError(f"npm could not install {', '.join(programs)}: {said[-500:]}") from None
