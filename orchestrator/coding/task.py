@@ -42,6 +42,22 @@ def parsed(source: Any, parse: Callable[[Any], Any] = ast.parse) -> Any:
     return parse(source)
 
 
+class Runner(msgspec.Struct, frozen=True, kw_only=True):
+    """A command that runs the tests of another language, and reports on them."""
+
+    command: list[str]
+    """Words; it runs in the tree's top folder. {report} in one is the path of a file that it must write."""
+    report: str
+    """Form of its report, one of `REPORTS`: of that file, or of its output where no word has {report}."""
+
+    def __post_init__(self) -> None:
+        if not self.command or self.report not in REPORTS:
+            raise ConfigError(
+                f"the test command {self.command} has the report {self.report!r}; it needs words, and a report that is "
+                f"one of {', '.join(REPORTS)}"
+            )
+
+
 class CodeTask(msgspec.Struct, frozen=True, kw_only=True):
     """One task: a tree to begin with, words that ask for a change, and tests that decide."""
 
@@ -64,10 +80,8 @@ class CodeTask(msgspec.Struct, frozen=True, kw_only=True):
     """Patterns of the files that grading takes from the agent's tree (`matches`)."""
     tests: list[str] = []
     """Files of the tests that decide."""
-    test_command: list[str] = []
-    """Runs them in the tree's top folder; {report} in a word is the file to write. Empty: pytest does."""
-    report: str = ""
-    """Form of the command's report, one of `REPORTS`: of that file, or of its output where no word has {report}."""
+    runner: Runner | None = None
+    """What runs them; None for pytest."""
     test_files: dict[str, str] = {}
     """Path -> text of files that grading adds or replaces (a test patch)."""
     fail_to_pass: list[str]
@@ -80,13 +94,6 @@ class CodeTask(msgspec.Struct, frozen=True, kw_only=True):
     symbols: list[str] = []
     """Qualified names of what was deleted or changed."""
     source: str = ""
-
-    def __post_init__(self) -> None:
-        if self.report not in (REPORTS if self.test_command else ("",)):
-            raise ConfigError(
-                f"task {self.id} has the report {self.report!r} with the test_command {self.test_command}; a command "
-                f"needs one of {', '.join(REPORTS)}, and a task without one, which pytest tests, none"
-            )
 
 
 class Suite(msgspec.Struct, frozen=True, kw_only=True):

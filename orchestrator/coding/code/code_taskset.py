@@ -306,7 +306,8 @@ class CodeTaskset(vf.Taskset[CodeEpisode, CodeTasksetConfig]):  # pyright: ignor
             if config.split not in ("all", split) or (config.kinds and task.kind not in config.kinds):
                 continue
             tree_of(task, settings.trees)  # Say now that one is missing.
-            tests = shlex.join(task.test_command).replace("{report}", "/tmp/report") or "python -m pytest"
+            command = task.runner.command if task.runner else ["python", "-m", "pytest"]
+            tests = shlex.join(command).replace("{report}", "report")
             data = CodeData(
                 name=task.id,
                 prompt=task.prompt,

@@ -56,7 +56,7 @@ from orchestrator.coding.monitor.before import (
     unwanted_files,
 )
 from orchestrator.coding.sandbox.box import Box, CommandResult, open_box, read_tree
-from orchestrator.coding.task import HELD_BACK, CodeTask, Suite, check_path, matches, parsed, suite_of, tree_of
+from orchestrator.coding.task import HELD_BACK, CodeTask, Runner, Suite, check_path, matches, parsed, suite_of, tree_of
 
 MAX_FILE_BYTES = 2**20
 """A larger file of a patch is refused."""
@@ -164,11 +164,18 @@ async def grade(
     result = _judge(wanted, kept, await bench.run(files, spec, task.timeout_s), refused)
     if not result.fraction:  # Nothing is earned.
         return replace(result, solved=False)
-    if task.test_command:
-        result = await _altered(result, bench, files, wanted) if task.solution else result
-        return replace(result, elsewhere=await asyncio.to_thread(_elsewhere, task, trees, taken))
-    suite = suite_of(task, trees) if regression_s else None
-    others = regression_files(task, suite, taken, regression_s) if suite else []
+    if task.runner is not None:
+        result = await _altered(result, bench, files, wanted)
+    else:
+        suite = suite_of(task, trees) if regression_s else None
+        others = regression_files(task, suite, taken, regression_s) if suite else []
+        result = await _guarded(result, bench, files, suite, others)
+    return replace(result, elsewhere=await asyncio.to_thread(_elsewhere, task, trees, taken))
+
+
+async def _guarded(result: Grade, bench: _Bench, files: _Files, suite: Suite | None, others: Sequence[str]) -> Grade:
+    """Run what guards a task of pytest's: the repository's `others`, counter-tests and held-back inputs."""
+    task = bench.task
     ran = await bench.counters(files, suite, others)
     said = {key: outcome for key, outcome in ran[0].counters.items() if key.partition(" ")[2] in result.passed}
     rest = _judge(_nodes(task, suite, others), (), ran, {})
@@ -178,9 +185,7 @@ async def grade(
         original, _ = await bench.counters(solved, None, [])
         said = {key: outcome for key, outcome in said.items() if original.counters.get(key) == _honest(key)}
     result = _countered(result, said) if result.fraction else result
-    if result.solved and HELD_BACK in task.test_files:
-        result = await _asked(result, bench, files, solved)
-    return replace(result, elsewhere=await asyncio.to_thread(_elsewhere, task, trees, taken))
+    return await _asked(result, bench, files, solved) if result.solved and HELD_BACK in task.test_files else result
 
 
 async def _altered(result: Grade, bench: _Bench, files: _Files, wanted: Collection[str]) -> Grade:
@@ -189,7 +194,7 @@ async def _altered(result: Grade, bench: _Bench, files: _Files, wanted: Collecti
     solved = _overlay(task, {path: text.encode() for path, text in task.solution.items()})
     graded = await asyncio.to_thread(_graded_tree, task, tree_of(task, bench.trees), _overlay(task, {}))
     chosen = random.SystemRandom()
-    for turn in range(_ALTERATIONS):
+    for turn in range(_ALTERATIONS if task.solution else 0):
         tests = {
             path: _NUMBER.sub(lambda found: b"%d" % (int(found[0]) + chosen.randint(1, 9)), graded[path])
             for path in graded
@@ -354,24 +359,24 @@ class _Bench:
         limits = {"timeout_s": timeout_s, "output_bytes": _CHANNEL_BYTES}
         limits["cpu_s"] = max(self.runtime.limits.cpu_s, timeout_s)
         async with await open_box(self.runtime, files=content, python_path=self.task.python_path) as box:
-            if self.task.test_command:
-                return await self._run_command(box, limits)
+            if self.task.runner is not None:
+                return await self._run_command(box, self.task.runner, limits)
             return await self._run_reporter(box, spec, limits)
 
-    async def _run_command(self, box: Box, limits: Mapping[str, Any]) -> _Ran:
-        """Run the task's own command. What its report cannot be trusted for passes nothing."""
-        command, place = self.task.test_command, f".report-{secrets.token_hex(16)}"
-        argv = [word.replace("{report}", place) for word in command]
+    async def _run_command(self, box: Box, runner: Runner, limits: Mapping[str, Any]) -> _Ran:
+        """Run the task's own command. Without a report that can be trusted, no test has passed."""
+        place = f".report-{secrets.token_hex(16)}"
+        argv = [word.replace("{report}", place) for word in runner.command]
         if (await box.run(["sh", "-c", 'command -v "$0"', argv[0]])).exit_code:
             raise SandboxError(
-                f"task {self.task.id}: the sandbox has no program {argv[0]!r}, which its test_command begins with; add "
+                f"task {self.task.id}: the sandbox has no program {argv[0]!r}, which its test command begins with; add "
                 "its package to orchestrator.source.runtime.packages (npm:node for Node), or install it in /usr"
             )
         finished = await box.run(argv, env={"CI": "1", "NO_COLOR": "1"}, **limits)
         results = _Results(num_probes=0, started=True, changed=None if finished.exit_code is None else "")
         try:
-            content = finished.stdout if argv == command else await box.read_file(place, MAX_REPORT_BYTES)
-            outcomes = read_report(self.task.report, content)
+            content = finished.stdout if argv == runner.command else await box.read_file(place, MAX_REPORT_BYTES)
+            outcomes = read_report(runner.report, content)
             if finished.exit_code and not {"failed", TWICE} & {*outcomes.values()}:
                 raise ValueError(f"its exit code is {finished.exit_code}, and its report names no failed test")
             results.outcomes = outcomes
@@ -379,7 +384,7 @@ class _Bench:
         except (ValueError, OSError) as error:
             said = [str(error)]
         output = (finished.stdout + finished.stderr)[-_STDERR_CHARS:].decode(errors="replace")
-        results.reasons[shlex.join(command)] = "\n".join([*said[:9], _UNSIGNED, output])
+        results.reasons[shlex.join(runner.command)] = "\n".join([*said[:9], _UNSIGNED, output])
         return results, finished
 
     async def _run_reporter(self, box: Box, spec: Mapping[str, Any], limits: Mapping[str, Any]) -> _Ran:
@@ -461,7 +466,7 @@ def _reason_to_refuse(task: CodeTask, path: str, content: bytes, total: int) -> 
         return "no pattern of the task's editable files takes it"
     if not _NEVER_TAKEN.isdisjoint(plain.parts) or plain.suffix in _NEVER_TAKEN_SUFFIXES:
         return "files of this name are never taken"
-    if task.test_command and _steers(task, path):
+    if task.runner is not None and _steers(task, task.runner, path):
         return "it is a test, or decides what the test command does"
     if len(content) > MAX_FILE_BYTES:
         return f"it has {len(content)} bytes; the limit is {MAX_FILE_BYTES}"
@@ -470,9 +475,9 @@ def _reason_to_refuse(task: CodeTask, path: str, content: bytes, total: int) -> 
     return ""
 
 
-def _steers(task: CodeTask, path: str) -> bool:
+def _steers(task: CodeTask, runner: Runner, path: str) -> bool:
     """Tell whether a file may be one that the task's command runs, or that says what it runs."""
-    named = re.split(r"[\s;|&<>=]+(?:\./)?", " ".join(task.test_command))
+    named = re.split(r"[\s;|&<>=]+(?:\./)?", " ".join(runner.command))
     is_known = RUNNER_FILES.search(path) or path in named
     return bool(is_known or (path not in task.editable and (is_test_file(path) or BUILD_FILES.search(path))))
 

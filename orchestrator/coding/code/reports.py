@@ -14,7 +14,7 @@ from __future__ import annotations
 import itertools
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 from xml.parsers import expat
@@ -102,25 +102,28 @@ def _tap(content: bytes) -> Outcomes:
     for indent, line in _tap_lines(content):
         if line.startswith("Bail out!"):
             raise ValueError(f"its report ends with {line[:200]!r}")
-        plan, test = _TAP_PLAN.fullmatch(line), _TAP_TEST.fullmatch(line)
-        if plan or test:
-            level = levels.setdefault(indent, _Level())
-        if plan:
-            level.plan = int(plan[1])
-        elif test:
-            level.count += 1
-            if int(test[2] or level.count) != level.count:
-                raise ValueError(f"its report has test number {test[2]} in the place of {level.count}: {line[:200]!r}")
-            directive = _TAP_DIRECTIVE.search(text := test[3] or "")
-            name = re.sub(r"\\(.)", r"\1", text[: directive.start()] if directive else text).strip()
+        if plan := _TAP_PLAN.fullmatch(line):
+            levels.setdefault(indent, _Level()).plan = int(plan[1])
+        elif test := _TAP_TEST.fullmatch(line):
             inner = [levels.pop(deeper) for deeper in sorted(levels) if deeper > indent]
-            for each, outcome in itertools.chain.from_iterable(part.whole() for part in inner):
-                level.found.append((_bounded(f"{name} > {each}"), outcome))
-            is_left_out = directive is not None and directive[1] is not None
-            level.found.append((_bounded(name), "skipped" if is_left_out else "failed" if test[1] else "passed"))
+            _add_test(levels.setdefault(indent, _Level()), test, inner)
     if len(levels) > 1:
         raise ValueError("its report ends within a subtest")
     return levels[0].whole()
+
+
+def _add_test(level: _Level, test: re.Match[str], inner: Sequence[_Level]) -> None:
+    """Add the test of one line, behind the subtests before it."""
+    fails, number, text = test.groups(default="")
+    level.count += 1
+    if int(number or level.count) != level.count:
+        raise ValueError(f"its report has test number {number} in the place of {level.count}: {test[0][:200]!r}")
+    directive = _TAP_DIRECTIVE.search(text)
+    name = re.sub(r"\\(.)", r"\1", text[: directive.start()] if directive else text).strip()
+    for each, outcome in itertools.chain.from_iterable(part.whole() for part in inner):
+        level.found.append((_bounded(f"{name} > {each}"), outcome))
+    is_left_out = directive is not None and directive[1] is not None
+    level.found.append((_bounded(name), "skipped" if is_left_out else "failed" if fails else "passed"))
 
 
 def _tap_lines(content: bytes) -> Iterator[tuple[int, str]]:
@@ -151,27 +154,30 @@ def _go(content: bytes) -> Outcomes:
 
 def _cargo(content: bytes) -> Outcomes:
     found: list[tuple[str, str]] = []
-    binary, count, own = "", None, []
-    is_listed = False
-    for line in map(_libtest_line, content.decode(errors="replace").split("\n")):
-        if count is None and (named := _CARGO_BINARY.fullmatch(line)):
+    binary = ""
+    lines = map(_libtest_line, content.decode(errors="replace").split("\n"))
+    for line in lines:
+        if named := _CARGO_BINARY.fullmatch(line):
             binary = named[1] + "::"
-        elif count is None and (begun := _CARGO_COUNT.fullmatch(line)):
-            count, own, is_listed = int(begun[1]), [], True
-        elif is_listed and (test := _CARGO_TEST.fullmatch(line)):
-            own.append((binary + test[1].removesuffix(" - should panic"), _CARGO[test[2].lower()]))
-        elif line == "failures:":
-            is_listed = False  # What failed tests printed follows.
-        elif count is not None and (result := _CARGO_RESULT.fullmatch(line)):
-            counts = Counter(outcome for _, outcome in own)
-            if [*map(int, result.groups())] != [counts[each] for each in _CARGO.values()] or len(own) != count:
-                raise ValueError(
-                    f"its report has {len(own)} tests, {dict(counts)}, of {count}, and says {line[:200]!r}"
-                )
-            found, count, is_listed = found + own, None, False
-    if count is not None:
-        raise ValueError(f"its report ends within the {count} tests of {binary or 'a program'}")
+        elif begun := _CARGO_COUNT.fullmatch(line):
+            found += _cargo_tests(lines, int(begun[1]), binary)
     return found
+
+
+def _cargo_tests(lines: Iterator[str], count: int, binary: str) -> Outcomes:
+    """Return the tests of one program, up to the line that counts them."""
+    found: list[tuple[str, str]] = []
+    is_list = True
+    for line in lines:
+        is_list = is_list and line != "failures:"  # What failed tests printed follows.
+        if is_list and (test := _CARGO_TEST.fullmatch(line)):
+            found.append((_bounded(binary + test[1].removesuffix(" - should panic")), _CARGO[test[2].lower()]))
+        elif result := _CARGO_RESULT.fullmatch(line):
+            counts = Counter(outcome for _, outcome in found)
+            if [*map(int, result.groups())] != [counts[each] for each in _CARGO.values()] or len(found) != count:
+                raise ValueError(f"its report has {dict(counts)} of {count} tests, and says {line[:200]!r}")
+            return found
+    raise ValueError(f"its report ends within the {count} tests of {binary or 'a program'}")
 
 
 def _libtest_line(line: str) -> str:

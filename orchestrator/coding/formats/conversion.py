@@ -28,7 +28,7 @@ from composer_prime.errors import ConfigError, SandboxError
 from orchestrator.coding.code.grading import grade, hold_back
 from orchestrator.coding.git_command import commit_files, git
 from orchestrator.coding.sandbox.box import open_box
-from orchestrator.coding.task import TASKS_FILE, TREES_FOLDER, CodeTask, check_path, write_tasks, write_tree
+from orchestrator.coding.task import TASKS_FILE, TREES_FOLDER, CodeTask, Runner, check_path, write_tasks, write_tree
 
 REFUSED_FILE = "refused.jsonl"
 _SHOWN_FIELDS = 20
@@ -85,7 +85,7 @@ async def _outcome(
     try:
         task = await asyncio.to_thread(_instance_task, record, repositories, trees, timeout_s)
         reason = await why_unproven(task, trees, runtime)
-        is_open = bool(task.solution) and not task.test_command
+        is_open = bool(task.solution) and task.runner is None
         return reason or (await hold_back(task, trees, runtime) if is_open else task)
     except (ConfigError, SandboxError, OSError) as error:  # OSError: its files do not fit.
         return str(error).removeprefix(f"{record.place}: ") or repr(error)  # A TimeoutError has no words.
@@ -133,8 +133,7 @@ async def why_unproven(task: CodeTask, trees: Path, runtime: RuntimeConfig) -> s
 
 def _instance_task(record: Record, repositories: Path, trees: Path, timeout_s: float) -> CodeTask:
     name = record.text("instance_id")
-    fail_to_pass, pass_to_pass = record.texts("FAIL_TO_PASS"), record.texts("PASS_TO_PASS")
-    if not fail_to_pass:
+    if not record.texts("FAIL_TO_PASS"):
         raise ConfigError("its FAIL_TO_PASS is empty: no test tells a solution from none")
     repo, commit = record.text("repo"), str(record.values.get("base_commit") or "HEAD")
     tree = trees / _add_tree(repo, commit, repositories, trees)
@@ -143,16 +142,14 @@ def _instance_task(record: Record, repositories: Path, trees: Path, timeout_s: f
         raise ConfigError("its 'patch' is empty or changes nothing: there is nothing to solve")
     test_changes = apply_patch(tree, str(record.values.get("test_patch") or ""), field="test_patch")
     test_files = _present(test_changes)
-    command = record.texts("test_command") if record.values.get("test_command") else []
-    if not command:
-        fail_to_pass, pass_to_pass = (_pytest_ids(ids, test_files) for ids in (fail_to_pass, pass_to_pass))
-    tests = sorted(test_files if command else {test.partition("::")[0] for test in (*fail_to_pass, *pass_to_pass)})
+    runner, (fail_to_pass, pass_to_pass) = _tests(record, test_files)
+    files = [[] if runner else [test.partition("::")[0] for test in tests] for tests in (fail_to_pass, pass_to_pass)]
     suffixes = sorted({".py", *(PurePosixPath(path).suffix for path in changed)} - {""})
     start, solution = {}, changed
     hidden = [path for path, text in test_changes.items() if text is None]
     if repo.startswith("swesmith/"):  # There `patch` makes the bug.
         start, solution = changed, {path: _text(tree, path, "patch") for path in changed}
-        hidden += [] if command else sorted({test.partition("::")[0] for test in fail_to_pass})
+        hidden += sorted({*files[0]})
     cause = f"Some tests of {repo} fail. The cause is in {', '.join(sorted(changed))}. Find it and repair it."
     return CodeTask(
         id=name,
@@ -164,9 +161,8 @@ def _instance_task(record: Record, repositories: Path, trees: Path, timeout_s: f
         removed=hidden,
         solution=_present(solution),
         editable=[*(f"**/*{suffix}" for suffix in suffixes), *NO_TESTS, "!**/testing/**", *sorted(changed)],
-        tests=tests,
-        test_command=command,
-        report=str(record.values.get("report") or ""),
+        tests=sorted({*files[0], *files[1], *(test_files if runner else ())}),
+        runner=runner,
         test_files=test_files,
         fail_to_pass=fail_to_pass,
         pass_to_pass=pass_to_pass,
@@ -174,6 +170,14 @@ def _instance_task(record: Record, repositories: Path, trees: Path, timeout_s: f
         timeout_s=timeout_s,
         source=f"{repo}@{commit}",
     )
+
+
+def _tests(record: Record, test_files: dict[str, str]) -> tuple[Runner | None, list[list[str]]]:
+    """Return what runs the tests of an instance, and the ids of FAIL_TO_PASS and PASS_TO_PASS."""
+    tests = [record.texts(name) for name in ("FAIL_TO_PASS", "PASS_TO_PASS")]
+    if not record.values.get("test_command"):
+        return None, [_pytest_ids(ids, test_files) for ids in tests]
+    return Runner(command=record.texts("test_command"), report=record.text("report")), tests
 
 
 def _present(files: dict[str, str | None]) -> dict[str, str]:
