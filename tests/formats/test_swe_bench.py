@@ -26,6 +26,7 @@ TEST_FILE = "tests/test_lengths.py"
 LENGTHS, TESTS = FILES["src/measures/lengths.py"], FILES[TEST_FILE]
 REPAIRED = LENGTHS.replace('"km": 1000.0', '"km": 1000.0, "cm": 0.01')
 MORE_TESTS = TESTS + '\n\ndef test_centimetres():\n    assert to_metres(250, "cm") == 2.5\n'
+ENDS = "__import__('os')._exit(0)\n"
 BROKEN = LENGTHS.replace("value * factors", "value / factors")
 
 
@@ -125,6 +126,25 @@ def test_an_instance_of_swe_bench_becomes_a_proven_task(tmp_path: Path) -> None:
     right, empty, both = grades(tmp_path, task, task.solution, {}, edited_test)
     assert (right.solved, empty.solved, both.solved) == (True, False, True)
     assert empty.passed == set(task.pass_to_pass)
+
+
+def test_an_instance_may_bring_its_test_command(tmp_path: Path) -> None:
+    # Its lists have the ids of the report. The command and its report are checked as the tests are.
+    made = make_clone(tmp_path / "clones")
+    command = ["python", "-m", "pytest", "-p", "no:cacheprovider", "--junitxml={report}", "tests"]
+    ids = [f"pytest::tests.test_lengths::test_{name}" for name in ("centimetres", "kilometres", "total")]
+    own = {"FAIL_TO_PASS": ids[:1], "PASS_TO_PASS": ids[1:], "test_command": command, "report": "junit"}
+    refused = [own | {"report": "xml"}, own | {"test_command": "pytest"}, {**own, "report": None}, own | {"patch": ""}]
+    others = [instance(*made) | changes | {"instance_id": f"a-{at}"} for at, changes in enumerate(refused)]
+    (task,), refusals = imported(tmp_path, [instance(*made, **own), *others])
+    assert task.runner is not None and (task.fail_to_pass, task.tests) == (ids[:1], [TEST_FILE])
+    assert HELD_BACK not in task.test_files
+    says = [refusal["reason"].partition(": ")[2] for refusal in refusals]
+    for said, expected in zip(says, ["'xml'", "'test_command'", "'report'", "'patch'"], strict=True):
+        assert expected in said
+    right, empty, ended = grades(tmp_path, task, task.solution, {}, {"src/measures/lengths.py": ENDS + REPAIRED})
+    assert (right.solved, empty.solved, ended.solved) == (True, False, False)
+    assert right.counter_tests == 2 and "no regular file" in ended.report
 
 
 def test_an_instance_of_swe_smith_begins_with_its_bug(tmp_path: Path) -> None:

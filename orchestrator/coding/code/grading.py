@@ -377,7 +377,7 @@ class _Bench:
         try:
             content = finished.stdout if argv == runner.command else await box.read_file(place, MAX_REPORT_BYTES)
             outcomes = read_report(runner.report, content)
-            if finished.exit_code and not {"failed", TWICE} & {*outcomes.values()}:
+            if finished.exit_code != 0 and not {"failed", TWICE} & {*outcomes.values()}:
                 raise ValueError(f"its exit code is {finished.exit_code}, and its report names no failed test")
             results.outcomes = outcomes
             said = [f"{outcome}: {name}" for name, outcome in outcomes.items() if outcome in ("failed", TWICE)]

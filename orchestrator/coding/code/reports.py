@@ -42,6 +42,8 @@ def read_report(form: str, content: bytes) -> dict[str, str]:
     """Return test id -> passed, failed or skipped; `TWICE` for the id of two tests. Raises ValueError."""
     if len(content) > MAX_REPORT_BYTES:
         raise ValueError(f"its report is too large: more than {MAX_REPORT_BYTES} bytes")
+    if not content.strip():
+        raise ValueError("its report is empty")
     outcomes: dict[str, str] = {}
     for name, outcome in _READERS[form](content):
         outcomes[name] = TWICE if name in outcomes else outcome
@@ -107,8 +109,8 @@ def _tap(content: bytes) -> Outcomes:
         elif test := _TAP_TEST.fullmatch(line):
             inner = [levels.pop(deeper) for deeper in sorted(levels) if deeper > indent]
             _add_test(levels.setdefault(indent, _Level()), test, inner)
-    if len(levels) > 1:
-        raise ValueError("its report ends within a subtest")
+    if len(levels) > 1 or not content.endswith(b"\n"):
+        raise ValueError("its report ends within a subtest or a line")
     return levels[0].whole()
 
 
