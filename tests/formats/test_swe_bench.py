@@ -142,9 +142,8 @@ def test_an_instance_may_bring_its_test_command(tmp_path: Path) -> None:
     says = [refusal["reason"].partition(": ")[2] for refusal in refusals]
     for said, expected in zip(says, ["'xml'", "'test_command'", "'report'", "'patch'"], strict=True):
         assert expected in said
-    right, empty, ended = grades(tmp_path, task, task.solution, {}, {"src/measures/lengths.py": ENDS + REPAIRED})
-    assert (right.solved, empty.solved, ended.solved) == (True, False, False)
-    assert right.counter_tests == 2 and "no regular file" in ended.report
+    (ended,) = grades(tmp_path, task, {"src/measures/lengths.py": ENDS + REPAIRED})
+    assert not ended.solved and "no regular file" in ended.report
 
 
 def test_an_instance_of_swe_smith_begins_with_its_bug(tmp_path: Path) -> None:
