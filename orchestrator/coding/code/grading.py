@@ -47,12 +47,11 @@ from composer_prime.errors import SandboxError
 from orchestrator.coding.code.elsewhere import changed_elsewhere
 from orchestrator.coding.code.reports import MAX_REPORT_BYTES, TWICE, read_report
 from orchestrator.coding.monitor.before import (
-    BUILD_FILES,
     PYTEST_FILES,
-    RUNNER_FILES,
     STARTUP_FILES,
     is_below,
     is_test_file,
+    steers,
     unwanted_files,
 )
 from orchestrator.coding.sandbox.box import Box, CommandResult, open_box, read_tree
@@ -376,12 +375,12 @@ class _Bench:
         results = _Results(num_probes=0, started=True, changed=None if finished.exit_code is None else "")
         try:
             content = finished.stdout if argv == runner.command else await box.read_file(place, MAX_REPORT_BYTES)
-            outcomes = read_report(runner.report, content)
+            outcomes = await asyncio.to_thread(read_report, runner.report, content)
             if finished.exit_code != 0 and not {"failed", TWICE} & {*outcomes.values()}:
                 raise ValueError(f"its exit code is {finished.exit_code}, and its report names no failed test")
             results.outcomes = outcomes
             said = [f"{outcome}: {name}" for name, outcome in outcomes.items() if outcome in ("failed", TWICE)]
-        except (ValueError, OSError) as error:
+        except (ValueError, OSError, RecursionError) as error:
             said = [str(error)]
         output = (finished.stdout + finished.stderr)[-_STDERR_CHARS:].decode(errors="replace")
         results.reasons[shlex.join(runner.command)] = "\n".join([*said[:9], _UNSIGNED, output])
@@ -466,20 +465,13 @@ def _reason_to_refuse(task: CodeTask, path: str, content: bytes, total: int) -> 
         return "no pattern of the task's editable files takes it"
     if not _NEVER_TAKEN.isdisjoint(plain.parts) or plain.suffix in _NEVER_TAKEN_SUFFIXES:
         return "files of this name are never taken"
-    if task.runner is not None and _steers(task, task.runner, path):
+    if steers(task, path):
         return "it is a test, or decides what the test command does"
     if len(content) > MAX_FILE_BYTES:
         return f"it has {len(content)} bytes; the limit is {MAX_FILE_BYTES}"
     if total + len(content) > MAX_PATCH_BYTES:
         return f"the patch has more than {MAX_PATCH_BYTES} bytes"
     return ""
-
-
-def _steers(task: CodeTask, runner: Runner, path: str) -> bool:
-    """Tell whether a file may be one that the task's command runs, or that says what it runs."""
-    named = re.split(r"[\s;|&<>=]+(?:\./)?", " ".join(runner.command))
-    is_known = RUNNER_FILES.search(path) or path in named
-    return bool(is_known or (path not in task.editable and (is_test_file(path) or BUILD_FILES.search(path))))
 
 
 def _overlay(task: CodeTask, taken: _Files) -> _Files:

@@ -36,13 +36,12 @@ _TEST_FILE = re.compile(
     r"(^|/)(test_[^/]*|[^/]*_test|tests?)\.py$|(^|/)(tests?|__tests__)/|"
     r"(^|/)(test-[^/]*|([^/]*[._-])?(test|spec)s?)(\.d)?\.(?!py$)\w+$"
 )
-RUNNER_FILES = re.compile(
+_RUNNER_FILES = re.compile(
     r"(^|/)(package\.json|[^/]*\.(config|setup|workspace)\.\w+|\.[^/]*rc(\.\w+)?|tsconfig[^/]*\.json|\.env[^/]*|build\.rs|"
     r"(GNU)?[Mm]akefile|[Jj]ustfile|[^/]*\.(mk|gradle|kts)|pom\.xml)$|(^|/)(node_modules|vendor|\.cargo|\.mvn)/"
 )
-"""Files that decide what test commands of other languages do."""
-BUILD_FILES = re.compile(r"(^|/)(go\.(mod|sum|work)|Cargo\.toml|[^/]*lock(\.(json|yaml))?|[^/]*\.sh)$")
-"""Such files that a solution may have to change."""
+_BUILD_FILES = re.compile(r"(^|/)(go\.(mod|sum|work)|Cargo\.toml|[^/]*lock(\.(json|yaml))?|[^/]*\.sh)$")
+"""Files that decide what test commands of other languages do, and those of them that a solution may have to change."""
 _COMMON = {"tests", "test", "setup", "docs", "conftest", "examples", "__init__", "noxfile"}
 MAX_FILE_BYTES = 4 << 20
 """Larger files are in no tree."""
@@ -146,6 +145,15 @@ def is_test_file(path: str) -> bool:
 def is_guarded(path: str) -> bool:
     """Tell whether a file is a test, or steers pytest or the start of Python."""
     return is_test_file(path) or PurePosixPath(path).name in _GUARDED or path.endswith(".pth")
+
+
+def steers(task: CodeTask, path: str) -> bool:
+    """Tell whether a file may be what the task's own test command runs, or what says so."""
+    if task.runner is None:
+        return False
+    is_named = path in re.split(r"[\s;|&<>=]+(?:\./)?", " ".join(task.runner.command))
+    may_be = path not in task.editable and (is_test_file(path) or _BUILD_FILES.search(path))
+    return bool(is_named or may_be or _RUNNER_FILES.search(path))
 
 
 def is_below(path: str, folders: Collection[str]) -> bool:
