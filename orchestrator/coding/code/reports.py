@@ -38,7 +38,7 @@ Outcomes = Iterable[tuple[str, str]]
 
 
 def read_report(form: str, content: bytes) -> dict[str, str]:
-    """Return test id -> passed, failed or skipped; `TWICE` for the id of two tests. Raises ValueError, RecursionError."""
+    """Return test id -> passed, failed or skipped; `TWICE` of two tests. Raises ValueError, RecursionError."""
     if len(content) > MAX_REPORT_BYTES:
         raise ValueError(f"its report is too large: more than {MAX_REPORT_BYTES} bytes")
     if not content.strip():
