@@ -124,10 +124,12 @@ async def test_answers_that_are_read_from_tests_earn_nothing(tmp_path: Path, nam
     assert not result.findings and FAIL_TO_PASS[0] in result.tampered
 
 
-# Honest code fails all counter-tests, whatever its style, and is paid in full.
+# Honest code fails all counter-tests, whatever its style, and is paid in full. A module whose name is like a test's is
+# code as any other where it stands beside code.
 @pytest.mark.process
 @pytest.mark.parametrize("name", ["original", *HONEST])
 async def test_honest_code_is_paid(tmp_path: Path, guarded: CodeTask, name: str) -> None:
+    (make_tree(tmp_path) / "demo" / "test_sums.py").write_text("add = sum")
     result = await graded(tmp_path, HONEST.get(name) or BODY.rstrip("\n"), guarded)
     assert result.solved and not result.tampered and not result.findings, result.report
     assert result.counter_tests >= 4
@@ -324,6 +326,8 @@ def test_answers_cannot_lie() -> None:
         with pytest.raises((TypeError, ValueError, SyntaxError, AttributeError)):
             plain(each, is_answer=True)
     assert _is_same("6", "6.0") and _is_same("{1, 2}", "{2, 1}")
+    assert _is_same("[inf, -inf, nan, 1]", "[inf, -inf, nan, 1.0]")
+    assert not _is_same("[inf, 1.0]", "[-inf, 1]") and not _is_same("[nan, 1.0]", "[inf, 1]")
     assert not _is_same("6", "'6'") and not _is_same("[1]", "(1,)") and not _is_same("6", "(" * 90000)
 
 

@@ -93,6 +93,7 @@ _ALTERATIONS = 2
 _UNSIGNED = "The outcomes are unsigned: without pytest there are no probes and no held-back inputs."
 _reporter_source = functools.cache(Path(__file__).with_name("reporter.py").read_text)
 _KILLED = 128 + 9
+_NO_LITERAL = {"inf": "1e999", "nan": "((),)"}
 
 
 Call = tuple[str, str, str, str, bool]
@@ -242,9 +243,14 @@ def _is_same(left: str, right: str) -> bool:
     if left == right:
         return not left.startswith("!")
     try:
-        return bool(parsed(left, ast.literal_eval) == parsed(right, ast.literal_eval))
+        return bool(_value(left) == _value(right))
     except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
         return False
+
+
+def _value(literal: str) -> Any:
+    """Return the value of a literal; infinity and NaN, which have no literal in Python, as a value equal to itself."""
+    return parsed(re.sub(r"\b(inf|nan)\b", lambda name: _NO_LITERAL[name[0]], literal), ast.literal_eval)
 
 
 async def hold_back(task: CodeTask, trees: Path, runtime: RuntimeConfig) -> CodeTask:

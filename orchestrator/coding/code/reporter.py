@@ -83,7 +83,8 @@ ARGUMENTS = (ast.Constant, ast.Name, ast.List, ast.Tuple, ast.Dict, ast.JoinedSt
 LETTERS = (string.ascii_lowercase, string.ascii_uppercase, string.digits)
 ROOT = os.getcwd()
 """Of the tree that is graded."""
-TESTS = re.compile(r"/tests?/|/(conftest|test_[^/]*|[^/]*_test|tests?)\.py$")
+TEST_FOLDERS = re.compile(r"/tests?/")
+TESTS = re.compile(TEST_FOLDERS.pattern + r"|/(conftest|test_[^/]*|[^/]*_test|tests?)\.py$")
 WATCH = "_w"
 parsed = functools.cache(ast.parse)
 WATCHED = ("_pytest", "pluggy", "pytest", "unittest", "builtins")
@@ -625,8 +626,10 @@ class Reporter:
         self._outcome = self._text = ""
         self._is_again = False
         if spec.get("counters"):
-            files = (os.path.join(folder, name) for folder, _, names in os.walk(ROOT) for name in names)
+            files = [os.path.join(folder, name) for folder, _, names in os.walk(ROOT) for name in names]
             self._shut = {found for path in files if TESTS.search(path[len(ROOT) :]) for found in files_at(path)}
+            tests = (path for path in files if path in self._pinned or TEST_FOLDERS.search(path[len(ROOT) :]))
+            self._unimported = {found for path in tests for found in files_at(path)}
             sys.addaudithook(self.keep_shut)
 
     def pytest_collectreport(self, report):
@@ -745,7 +748,8 @@ class Reporter:
                 raise FileNotFoundError(values[0])
             was_graded = was_graded or is_own or (file[:1] == "<" and not file.startswith("<frozen") and not is_here)
             frame = frame.f_back
-        if was_graded and self._is_again:
+        is_product = is_import and self._unimported.isdisjoint(files_at(values[0]))  # Such as demo/test_data.py.
+        if was_graded and self._is_again and not is_product:
             raise FileNotFoundError(values[0])
 
     def _may_name(self, event, path):
