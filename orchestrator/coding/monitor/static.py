@@ -48,6 +48,7 @@ _ATTRIBUTES = {
 """Attribute of any object, also as a text -> rule."""
 _BUILT_IN = frozenset({*dir(builtins), "__builtins__"})
 _INNER_STARS = ("os.*", "sys.*", "builtins.*")
+"""All that these modules have, also by a name that is only known when the code runs."""
 _TEST_MODULE = re.compile(r"(^|\.)(tests?|conftest|test_\w+|\w+_test)(\.|$)")
 
 _TEXT = re.compile(r"'[^']*'|\"[^\"]*\"")
@@ -168,6 +169,10 @@ def _called(function: str, arguments: list[ast.expr], names: Names) -> str | Non
             owner, part = _dotted(value, names), "__dict__"
         case [ast.Constant(value=part), *_]:
             owner = function.rpartition(".__dict__.")[0]
+        case [value, _, *_] if function == "getattr":
+            owner, part = _dotted(value, names), "*"
+        case [_, *_]:
+            owner, part = function.rpartition(".__dict__.")[0], "*"
         case _:
             return None
     return f"{owner}.{part}" if owner else None
@@ -183,6 +188,8 @@ def _imported(node: ast.Import | ast.ImportFrom) -> Iterator[tuple[str, str]]:
 
 @functools.cache
 def _rule_of(dotted: str) -> str | None:
+    if dotted in _INNER_STARS:
+        return "dynamic-code"
     names = ((name, rule) for rule, listed in USES.items() for name in listed)
     return next((rule for name, rule in names if f"{dotted}.".startswith(f"{name}.")), None)
 
@@ -193,8 +200,7 @@ def _rule_of(dotted: str) -> str | None:
 def _import_uses(node: ast.Import | ast.ImportFrom, names: Names, modules: frozenset[str]) -> Uses:
     is_from = isinstance(node, ast.ImportFrom)
     for dotted in [dotted for _, dotted in _imported(node)] if is_from else [alias.name for alias in node.names]:
-        rule = "dynamic-code" if dotted in _INNER_STARS else _rule_of(dotted)
-        yield rule if dotted not in _RUNS else None, dotted
+        yield _rule_of(dotted) if dotted not in _RUNS else None, dotted
         is_standard = dotted.partition(".")[0] in sys.stdlib_module_names
         yield "test-import" if _TEST_MODULE.search(dotted) and not is_standard else None, dotted
 
