@@ -131,6 +131,7 @@ class Evaluator:
                 "evaluation of step %d: %d of %d rollouts have no reward after at most %d tries, the first for %s: %s",
                 *(step, len(failures), len(rollouts), self.run.settings.max_retries + 1),
                 *(failures[0].kind, failures[0].message),
+                extra=event("warning", where=failures[0].where),
             )
         figures = {"time/eval_s": time.monotonic() - start}
         for source in self.sources:

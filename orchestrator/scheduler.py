@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
-from statistics import median_high
+from statistics import fmean, median_high
 
 import msgspec
 
@@ -514,6 +514,8 @@ def _warn_of_filtered(share: float, groups: Sequence[FinishedGroup]) -> None:
     if share > _MAX_FILTERED_SHARE:
         rewards = {reward for group in groups for reward in group.rewards}
         equal = f" and every reward was {rewards.pop():g}" if len(rewards) == 1 else ""
+        if fmean(rollout.truncated for group in groups for rollout in group.rollouts) > _MAX_FILTERED_SHARE:
+            equal += ", nearly all rollouts were cut (raise orchestrator.sampling.max_tokens or model.max_context)"
         logger.warning(_FILTERED_TOO_MANY, 100 * share, equal, COMPOSER, extra=event("groups"))
 
 

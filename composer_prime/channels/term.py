@@ -43,7 +43,6 @@ if TYPE_CHECKING:
 
     from composer_prime.channels.policy import PolicyTerm
 
-logger = logging.getLogger(__name__)
 Sums = dict[str, "Tensor"]
 """Scalars that add up over micro-batches and ranks. The names depend on the configuration and the totals."""
 
@@ -200,7 +199,7 @@ def total_loss(terms: Sequence[Term], inputs: Mapping[str, Any], totals: StepTot
                 f"channels.{term.name}.weight = 0"
             )
         given = term.loss(inputs[term.name], totals)
-        is_own = _is_own(term)
+        is_own = not type(term).__module__.startswith("composer_prime.")
         loss, term_sums = checked_loss(given, term.loss, is_own and total is not None and total.requires_grad)
         if is_own and step == 1:
             _warn_of_a_mean(term, inputs[term.name], totals, loss)
@@ -215,31 +214,13 @@ def total_loss(terms: Sequence[Term], inputs: Mapping[str, Any], totals: StepTot
     return LossParts(total=total, sums=losses | sums | {"loss/total": total.detach()})
 
 
-def _is_own(term: Term) -> bool:
-    return not type(term).__module__.startswith("composer_prime.")
-
-
-def checked_rows(term: Term, row: Row) -> TermRows:
-    """Return what a term reads of a row. Raises ConfigError for a position that has no prediction."""
-    rows = term.rows(row)
-    if _is_own(term) and (wrong := np.setdiff1d(rows.positions, np.flatnonzero(row.depth_N))).size:
-        raise ConfigError(
-            f"{place_of(term.rows)}: position {wrong[0]} of a row of {len(row.ids_N)} tokens is outside, or the first "
-            "of its document, which nothing predicts; row.trained has those that can be read"
-        )
-    return rows
-
-
 def _warn_of_a_mean(term: Term, inputs: Any, totals: StepTotals, loss: Tensor) -> None:
-    """Say that a loss is the same in a step of twice the size: a mean of its micro-batch, or a plain sum."""
-    fields = {name: 2 * count for name, count in msgspec.structs.asdict(totals).items() if isinstance(count, int)}
-    twice = msgspec.structs.replace(totals, **fields, own={name: 2 * count for name, count in totals.own.items()})
-    if loss.item() and term.loss(inputs, twice)[0].item() == loss.item():
-        logger.warning(
-            "%s: the loss does not read `totals`, so it depends on how a step is cut into micro-batches: return "
-            "a sum over max(totals.own[self.name], 1), and count this row's share in `count`",
-            place_of(term.loss),
-        )
+    """Say that a term gives the same loss whatever the whole step holds."""
+    many = dict.fromkeys(("samples", "tokens", "micro_batches"), 1 << 30)
+    other = msgspec.structs.replace(totals, **many, own=dict.fromkeys(totals.own, 1 << 30))
+    if loss.item() and term.loss(inputs, other)[0].item() == loss.item():
+        text = "%s: the loss ignores `totals`: return a sum over max(totals.own[self.name], 1), no mean, no plain sum"
+        logging.getLogger(__name__).warning(text, place_of(term.loss))
 
 
 def checked_loss(given: Any, function: Any, needs_grad: bool) -> tuple[Tensor, Sums]:

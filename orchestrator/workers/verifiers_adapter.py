@@ -292,10 +292,11 @@ def _check_plugin(source: str, kind: str, plugin_id: Any, load: Any) -> None:
         found = f"{module_file(plugin_id) or plugin_id} (where that is not yours, rename yours)"
         raise ConfigError(f"source {source!r}: {kind} {plugin_id!r}, read from {found}: {error}") from error
     except Exception as error:
+        cause = error.__cause__ or error
+        remedy = "Install the package that provides it into this environment (`uv pip install …`), or correct"
         raise ConfigError(
-            f"source {source!r}: {kind} {plugin_id!r} cannot be imported: "
-            f"{describe_exception(error.__cause__ or error)}. Install the package that provides it into this "
-            f"environment (`uv pip install …`), or correct {kind}.id"
+            f"source {source!r}: {kind} {plugin_id!r} cannot be imported: {describe_exception(cause)}. "
+            f"{remedy if isinstance(cause, ImportError) else 'Correct that file, or'} {kind}.id"
         ) from error
 
 
@@ -376,7 +377,7 @@ def _no_turn(traces: list[vf.Trace], main: vf.Trace) -> RolloutFailure | None:
 def _no_reward(task: vf.Task, main: vf.Trace) -> RolloutFailure | None:
     missing = [name for name, part in main.rewards.items() if part is None]
     if missing or not main.rewards:
-        message = f"reward functions without a result: {missing}" if missing else "the task has no reward function"
+        message = f"reward functions without a result: {missing}" if missing else "the task has no @vf.reward method"
         return RolloutFailure(kind="no_reward", message=message, retryable=bool(missing))
     if abs(main.reward) <= LARGEST_REWARD:
         return None

@@ -8,7 +8,6 @@ import pytest
 import torch
 import transformers
 
-from composer_prime.channels.term import TermRows
 from composer_prime.config.channels import ChannelsConfig
 from composer_prime.errors import ConfigError
 from composer_prime.packing.pack import Row, pack, totals
@@ -76,8 +75,8 @@ def test_an_own_term_is_trained_and_does_not_depend_on_rows():
     assert seen[-1] < seen[0]
 
 
-# A mean over its own micro-batch, and a position that nothing predicts, are named with their file and line.
-def test_a_mean_and_a_wrong_position_are_named(monkeypatch, caplog):
+# A mean over its own micro-batch is named with its file and line.
+def test_a_mean_of_a_micro_batch_is_named(monkeypatch, caplog):
     policy, channels = small_policy(), own(floor_nats=4.0)
     step_loss(policy, channels, 16)
     assert not caplog.records
@@ -85,9 +84,6 @@ def test_a_mean_and_a_wrong_position_are_named(monkeypatch, caplog):
     monkeypatch.setattr(term, "loss", lambda self, inputs, totals: (inputs.entropy.mean(), {"tokens": torch.ones(())}))
     step_loss(policy, channels, 4096)
     assert "test_own_term.py" in caplog.text and "totals.own" in caplog.text
-    monkeypatch.setattr(term, "rows", lambda self, row: TermRows(positions=row.trained - 3))
-    with pytest.raises(ConfigError, match=r"test_own_term\.py:\d+.*position 0"):
-        step_loss(policy, channels, 4096)
 
 
 def test_settings_that_the_term_does_not_take_are_refused():

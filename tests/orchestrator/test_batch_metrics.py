@@ -2,6 +2,7 @@
 
 import json
 
+import msgspec
 import pytest
 from orch_groups import ended, ready
 
@@ -9,6 +10,7 @@ from composer_prime.run.run_dir import RunDir
 from orchestrator.batching.batch_metrics import batch_metrics
 from orchestrator.rollouts import rollout_log
 from orchestrator.rollouts.groups import GroupOutcome
+from orchestrator.scheduler import _warn_of_filtered
 
 
 def test_reward_mean_counts_filtered_groups_but_not_failed_or_stale_ones():
@@ -25,6 +27,16 @@ def test_reward_mean_counts_filtered_groups_but_not_failed_or_stale_ones():
     assert metrics["groups/filtered_share"] == 0.5
     assert (metrics["groups/failed"], metrics["groups/stale"]) == (1, 1)
     assert metrics["rollout/failed/env"] == 2
+
+
+# Where nearly all rollouts are cut, groups without advantage come from a limit, which is named.
+@pytest.mark.parametrize("is_cut", [True, False])
+def test_rollouts_that_are_cut_are_named(is_cut, caplog):
+    group = ended(1, GroupOutcome.FILTERED, 0.0, 0.0)
+    rollouts = [msgspec.structs.replace(each, truncated=is_cut) for each in group.rollouts]
+    _warn_of_filtered(1.0, [msgspec.structs.replace(group, rollouts=rollouts)])
+    assert "every reward was 0" in caplog.text
+    assert ("orchestrator.sampling.max_tokens" in caplog.text) is is_cut
 
 
 def test_staleness_is_in_steps_behind_the_weights_that_are_trained():

@@ -109,6 +109,7 @@ def test_an_older_checkpoint_with_the_frozen_base_is_loaded(make_run, model_fold
     assert any("base_layer" in name for name in model)
     state = {"model": model, "optimizer": of_optimizer, "meta": {"step": 1, "format": 1}}
     dcp.save(state, checkpoint_id=run.dir.checkpoint(1) / "trainer")
+    (run.dir.checkpoint(1) / "COMPLETE").touch()
     adapters = {name: p.full_tensor().clone() for name, p in policy.named_parameters() if p.requires_grad}
     with torch.no_grad():
         for parameter in policy.parameters():

@@ -155,6 +155,16 @@ def test_a_task_set_without_reward_is_no_zero(model_path: str) -> None:
     env = environment(model_path, tasksets={"train": {"id": "plain_env"}})
     reply = play(env, Peer())
     assert (reply.reward, reply.failure.kind, reply.failure.retryable) == (None, "no_reward", False)
+    assert "@vf.reward" in reply.failure.message
+
+
+def test_a_module_that_cannot_be_imported_has_its_own_remedy(model_path: str, tmp_path: Path, monkeypatch) -> None:
+    """A package that is missing is to be installed; a mistake in the module is to be corrected there."""
+    monkeypatch.syspath_prepend(tmp_path)
+    for name, text, remedy in (("needy_one", "import no_such_package", "Install"), ("torn_one", "def (", "Correct")):
+        (tmp_path / f"{name}.py").write_text(text)
+        with pytest.raises(ConfigError, match=f"{name}.*{remedy}"):
+            environment(model_path, tasksets={"train": {"id": name}})
 
 
 def test_an_endless_task_set_is_cut(model_path: str) -> None:

@@ -93,7 +93,7 @@ _ALTERATIONS = 2
 _UNSIGNED = "The outcomes are unsigned: without pytest there are no probes and no held-back inputs."
 _reporter_source = functools.cache(Path(__file__).with_name("reporter.py").read_text)
 _KILLED = 128 + 9
-_NO_LITERAL = {"inf": "1e999", "nan": "((),)"}
+_STANDS_FOR = {"inf": "1e999", "nan": "((),)"}  # Neither is a literal in Python; this NaN equals itself.
 
 
 Call = tuple[str, str, str, str, bool]
@@ -243,14 +243,10 @@ def _is_same(left: str, right: str) -> bool:
     if left == right:
         return not left.startswith("!")
     try:
-        return bool(_value(left) == _value(right))
+        left, right = (re.sub(r"\b(inf|nan)\b", lambda name: _STANDS_FOR[name[0]], each) for each in (left, right))
+        return bool(parsed(left, ast.literal_eval) == parsed(right, ast.literal_eval))
     except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
         return False
-
-
-def _value(literal: str) -> Any:
-    """Return the value of a literal; infinity and NaN, which have no literal in Python, as a value equal to itself."""
-    return parsed(re.sub(r"\b(inf|nan)\b", lambda name: _NO_LITERAL[name[0]], literal), ast.literal_eval)
 
 
 async def hold_back(task: CodeTask, trees: Path, runtime: RuntimeConfig) -> CodeTask:

@@ -83,8 +83,7 @@ ARGUMENTS = (ast.Constant, ast.Name, ast.List, ast.Tuple, ast.Dict, ast.JoinedSt
 LETTERS = (string.ascii_lowercase, string.ascii_uppercase, string.digits)
 ROOT = os.getcwd()
 """Of the tree that is graded."""
-TEST_FOLDERS = re.compile(r"/tests?/")
-TESTS = re.compile(TEST_FOLDERS.pattern + r"|/(conftest|test_[^/]*|[^/]*_test|tests?)\.py$")
+TESTS = re.compile(r"/tests?/|/(conftest|test_[^/]*|[^/]*_test|tests?)\.py$")
 WATCH = "_w"
 parsed = functools.cache(ast.parse)
 WATCHED = ("_pytest", "pluggy", "pytest", "unittest", "builtins")
@@ -628,7 +627,7 @@ class Reporter:
         if spec.get("counters"):
             files = [os.path.join(folder, name) for folder, _, names in os.walk(ROOT) for name in names]
             self._shut = {found for path in files if TESTS.search(path[len(ROOT) :]) for found in files_at(path)}
-            tests = (path for path in files if path in self._pinned or TEST_FOLDERS.search(path[len(ROOT) :]))
+            tests = (path for path in files if path in self._pinned or re.search("/tests?/", path[len(ROOT) :]))
             self._unimported = {found for path in tests for found in files_at(path)}
             sys.addaudithook(self.keep_shut)
 
@@ -748,8 +747,7 @@ class Reporter:
                 raise FileNotFoundError(values[0])
             was_graded = was_graded or is_own or (file[:1] == "<" and not file.startswith("<frozen") and not is_here)
             frame = frame.f_back
-        is_product = is_import and self._unimported.isdisjoint(files_at(values[0]))  # Such as demo/test_data.py.
-        if was_graded and self._is_again and not is_product:
+        if was_graded and self._is_again and not (is_import and self._unimported.isdisjoint(files_at(values[0]))):
             raise FileNotFoundError(values[0])
 
     def _may_name(self, event, path):

@@ -32,14 +32,14 @@ USES: dict[str, tuple[str, ...]] = {
         *_RUNS, "marshal", "types.CodeType", "types.FunctionType", "base64", "binascii", "zlib", "importlib.util",
         "importlib.machinery", "runpy", "codecs.decode", "pkgutil.resolve_name", "pkgutil.get_loader", "zipimport",
         "pkgutil.find_loader", "pkgutil.walk_packages", "pkgutil.iter_importers", "importlib._bootstrap", "_imp",
-        "importlib._bootstrap_external", "_frozen_importlib", "_frozen_importlib_external",
+        "importlib._bootstrap_external", "_frozen_importlib", "_frozen_importlib_external", "os.*", "sys.*",
     ),
     "outside-process": (
         "subprocess", "os.system", "os.popen", "os.fork", "os.posix_spawn", "socket", "urllib.request",
         "threading.Thread", "multiprocessing", "_thread", "ctypes",
     ),
 }  # fmt: skip
-"""Rule -> dotted names. A name stands for all that is below it, and for its import."""
+"""Rule -> dotted names. A name stands for all that is below it, and for its import; `*` for a computed name."""
 _ATTRIBUTES = {
     **dict.fromkeys(("f_back", "f_locals", "f_globals", "f_code", "f_builtins", "tb_frame", "tb_next", "gi_frame",
                      "_getframe", "_current_frames", "currentframe", "__traceback__"), "caller-frames"),
@@ -47,8 +47,6 @@ _ATTRIBUTES = {
 }  # fmt: skip
 """Attribute of any object, also as a text -> rule."""
 _BUILT_IN = frozenset({*dir(builtins), "__builtins__"})
-_INNER_STARS = ("os.*", "sys.*", "builtins.*")
-"""All that these modules have, also by a name that is only known when the code runs."""
 _TEST_MODULE = re.compile(r"(^|\.)(tests?|conftest|test_\w+|\w+_test)(\.|$)")
 
 _TEXT = re.compile(r"'[^']*'|\"[^\"]*\"")
@@ -163,18 +161,15 @@ def _called(function: str, arguments: list[ast.expr], names: Names) -> str | Non
     match arguments:
         case [ast.Constant(value=str(name)), *_] if function in _IMPORTS:
             return name
-        case [value, ast.Constant(value=part), *_] if function == "getattr":
+        case [value, key, *_] if function == "getattr":
             owner = _dotted(value, names)
         case [value] if function == "vars":
-            owner, part = _dotted(value, names), "__dict__"
-        case [ast.Constant(value=part), *_]:
+            owner, key = _dotted(value, names), ast.Constant("__dict__")
+        case [key, *_]:
             owner = function.rpartition(".__dict__.")[0]
-        case [value, _, *_] if function == "getattr":
-            owner, part = _dotted(value, names), "*"
-        case [_, *_]:
-            owner, part = function.rpartition(".__dict__.")[0], "*"
         case _:
             return None
+    part = key.value if isinstance(key, ast.Constant) else "*"
     return f"{owner}.{part}" if owner else None
 
 
@@ -188,8 +183,6 @@ def _imported(node: ast.Import | ast.ImportFrom) -> Iterator[tuple[str, str]]:
 
 @functools.cache
 def _rule_of(dotted: str) -> str | None:
-    if dotted in _INNER_STARS:
-        return "dynamic-code"
     names = ((name, rule) for rule, listed in USES.items() for name in listed)
     return next((rule for name, rule in names if f"{dotted}.".startswith(f"{name}.")), None)
 
