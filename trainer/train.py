@@ -414,7 +414,8 @@ def train_step(
     values = dict(zip(sums, summed, strict=True))
     if not (math.isfinite(grad_norm) and math.isfinite(values["loss/total"])):
         optimizer.zero_grad()
-        raise _blame(rows, losses, not_finite, grad_norm)
+        wrong = [name for name, value in values.items() if name.startswith("loss/") and not math.isfinite(value)]
+        raise _blame(rows, losses, not_finite, grad_norm, wrong)
     computed = time.monotonic()
     lr = optimizer.step(norm)
     return (
@@ -532,9 +533,9 @@ def _tokens(term: Term, row: PackedRow, statistics: TokenStatistics, reference: 
 
 
 def _blame(
-    rows: Sequence[PackedRow], losses: list[Tensor], not_finite: list[Tensor], grad_norm: float
+    rows: Sequence[PackedRow], losses: list[Tensor], not_finite: list[Tensor], grad_norm: float, wrong: list[str]
 ) -> NonFiniteStepError:
-    """Return the same error on every rank. A collective.
+    """Return the same error on every rank. A collective. `wrong`: figures of losses that are not finite.
 
     Blames samples and pairs whose logits are not finite, else all of the micro-batch, else of the step.
     """
@@ -543,7 +544,7 @@ def _blame(
         what, names = _blamed(rows[index], not_finite[index].tolist())
         texts.append(f"micro-batch {index} of rank {dist.get_rank()} ({what} {', '.join(names)})")
         blamed += names
-    culprits = "loss of " + "; ".join(filter(None, gather_texts("; ".join(texts))))
+    culprits = f"loss ({', '.join(wrong)}) of " + "; ".join(filter(None, gather_texts("; ".join(texts))))
     samples = _gather_lines(blamed)
     if not samples:
         culprits = "gradient, although every micro-batch's loss is finite"

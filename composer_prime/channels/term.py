@@ -28,8 +28,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
-import msgspec
 import numpy as np
+from msgspec.structs import replace
 from pydantic import Field
 from pydantic_config import BaseConfig
 
@@ -216,8 +216,7 @@ def total_loss(terms: Sequence[Term], inputs: Mapping[str, Any], totals: StepTot
 
 def _warn_of_a_mean(term: Term, inputs: Any, totals: StepTotals, loss: Tensor) -> None:
     """Say that a term gives the same loss whatever the whole step holds."""
-    many = dict.fromkeys(("samples", "tokens", "micro_batches"), 1 << 30)
-    other = msgspec.structs.replace(totals, **many, own=dict.fromkeys(totals.own, 1 << 30))
+    other = replace(totals, samples=9**9, tokens=9**9, micro_batches=9**9, own=dict.fromkeys(totals.own, 9**9))
     if loss.item() and term.loss(inputs, other)[0].item() == loss.item():
         text = "%s: the loss ignores `totals`: return a sum over max(totals.own[self.name], 1), no mean, no plain sum"
         logging.getLogger(__name__).warning(text, place_of(term.loss))
