@@ -38,7 +38,7 @@ import torch
 import zmq
 from torch import Tensor
 
-from composer_prime.channels.term import Term, TermRows, checked_rows
+from composer_prime.channels.term import Term, TermRows
 from composer_prime.errors import (
     ComposerError,
     DeadlineError,
@@ -494,7 +494,7 @@ def unpack(
     `share` merges common beginnings. Teacher documents are read in passes of at most `max_tokens` computed tokens.
     """
     put = partial(_tensor, device=device)
-    asked = {term.name: checked_rows(term, row) for term in terms}
+    asked = {term.name: term.rows(row) for term in terms}
     read = [*range(row.samples), *row.documents(asked)]
     read = read or [0]  # the row may hold nothing but other terms' documents
     layout = prefix_layout([row.tokens(document) for document in read], share=share)

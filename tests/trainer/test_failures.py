@@ -227,7 +227,8 @@ def test_an_orchestrator_that_cannot_save_is_reported(make_run):
 
 
 def test_damaged_and_missing_checkpoints(make_run):
-    # A truncated shard and a resume without any checkpoint: CheckpointError names the folder and the way on.
+    # A shard with another byte, a truncated one and a resume without any checkpoint: CheckpointError names the folder
+    # and the way on.
     run = make_run(run={"max_steps": 1})
     resumed = run.config.model_copy(update={"run": run.config.run.model_copy(update={"resume": True, "max_steps": 2})})
     run.write(resumed)
@@ -237,11 +238,13 @@ def test_damaged_and_missing_checkpoints(make_run):
     with StepPeer(run.dir, make_samples, max_steps=2):
         assert run.train()[0] == [0]
         (shard,) = (run.dir.checkpoint(1) / "trainer").glob("*.distcp")
-        shard.write_bytes(shard.read_bytes()[:5000])
+        whole = shard.read_bytes()
         run.write(resumed)
-        codes, outputs = run.train()
-    assert codes == [1] and "step_000001/trainer cannot be loaded" in outputs[0], "\n".join(outputs)
-    assert "Remove that folder to resume from the one before it" in outputs[0]
+        for damaged in (whole[:-5000] + bytes([whole[-5000] ^ 1]) + whole[-4999:], whole[:5000]):
+            shard.write_bytes(damaged)
+            codes, outputs = run.train()
+            assert codes == [1] and "step_000001/trainer cannot be loaded" in outputs[0], "\n".join(outputs)
+            assert "Remove that folder to resume from the one before it" in outputs[0]
 
 
 def test_the_death_of_one_rank_ends_the_other(make_run):

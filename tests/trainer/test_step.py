@@ -72,7 +72,9 @@ def test_a_step_that_is_not_finite_changes_nothing(model_folder, tmp_path, world
     rows = rows_of(samples, world.device, 64)
     before = whole(policy)
     rows[1].terms["policy"].arrays["advantages"][0] = math.nan
-    with pytest.raises(NonFiniteStepError, match=r"NaN .*loss/policy.*micro-batch 1 of rank 0 \(samples .*are unch") as caught:
+    with pytest.raises(
+        NonFiniteStepError, match=r"NaN .*loss/policy.*micro-batch 1 of rank 0 \(samples .*unch"
+    ) as caught:
         train_step(policy, optimizer, rows, totals(samples), SETTINGS, step=7)
     assert caught.value.samples == rows[1].sample_ids
     after = whole(policy)

@@ -15,12 +15,14 @@ from __future__ import annotations
 import logging
 import os
 import shutil
+import zlib
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
@@ -118,7 +120,8 @@ class Checkpoints:
             except (Exception, dcp.CheckpointException) as error:  # CheckpointException is a BaseException
                 failure = f"rank {self.world.rank}: {_root_cause(error)}"
             self._agree(folder, failure)
-            self._agree(folder, self._complete(folder) if self.world.first else "")
+            sums = self._sums(folder, self._group)
+            self._agree(folder, self._complete(folder, sums) if self.world.first else "")
         except CheckpointError as error:
             logger.warning("no checkpoint of step %d: %s", step, error)
             self._failure = error
@@ -131,6 +134,9 @@ class Checkpoints:
         folder = self.run_dir.checkpoint(step) / "trainer"
         state = self._state(step)
         try:
+            written, now = (folder.parent / "COMPLETE").read_text(), self._sums(folder.parent)
+            if written and (changed := now.difference(written.split("\n"))):  # Earlier releases wrote nothing there.
+                raise ValueError(f"{min(changed)[9:]} changed since it was written")
             absent = _drop_absent(state, dcp.FileSystemReader(folder).read_metadata().state_dict_metadata)
             dcp.load(state, checkpoint_id=folder)
         except (Exception, dcp.CheckpointException) as error:  # CheckpointException is a BaseException
@@ -167,10 +173,17 @@ class Checkpoints:
             f"{write_remedy(failures, ' or lower trainer.checkpoint.keep')}. The checkpoint before it is still whole"
         )
 
-    def _complete(self, folder: Path) -> str:
+    def _sums(self, folder: Path, group: dist.ProcessGroup | None = None) -> set[str]:
+        """Return `CRC-32 file` of all files of a checkpoint, of which each rank reads a share. A collective."""
+        files = sorted(file for part in ("orchestrator", "trainer") for file in (folder / part).rglob("*.*"))
+        own = files[self.world.rank :: self.world.size]
+        lines = [f"{zlib.crc32(np.memmap(file, mode='r').data):08x} {file.relative_to(folder)}" for file in own]
+        return {*"\n".join(gather_texts("\n".join(lines), group)).split("\n")}
+
+    def _complete(self, folder: Path, sums: set[str]) -> str:
         """Mark the checkpoint complete, remove old ones. Return the failure."""
         try:
-            write_atomic(folder / "COMPLETE", b"")
+            write_atomic(folder / "COMPLETE", "\n".join(sorted(sums)).encode())
         except OSError as error:
             return str(error)
         for old in self.run_dir.complete_checkpoints()[: -self.keep]:

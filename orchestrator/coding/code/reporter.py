@@ -625,10 +625,8 @@ class Reporter:
         self._outcome = self._text = ""
         self._is_again = False
         if spec.get("counters"):
-            files = [os.path.join(folder, name) for folder, _, names in os.walk(ROOT) for name in names]
-            self._shut = {found for path in files if TESTS.search(path[len(ROOT) :]) for found in files_at(path)}
-            tests = (path for path in files if path in self._pinned or re.search("/tests?/", path[len(ROOT) :]))
-            self._unimported = {found for path in tests for found in files_at(path)}
+            self._shut, tests = inodes(TESTS.search), re.compile("/tests?/")
+            self._unimported = inodes(lambda path: tests.search(path) or ROOT + path in PinnedLoader.paths)
             sys.addaudithook(self.keep_shut)
 
     def pytest_collectreport(self, report):
@@ -735,7 +733,7 @@ class Reporter:
 
     def keep_shut(self, event, values):
         """Let graded code name no file beside tests while its modules are imported, nor in a test that runs again."""
-        if not values or not self._may_name(event, values[0]):
+        if not self._may_name(event, *values[:1]):
             return
         frame, was_graded, is_inner, is_import = sys._getframe(1), False, True, False
         while frame is not None and frame.f_code.co_filename not in self._pinned:
@@ -750,7 +748,7 @@ class Reporter:
         if was_graded and self._is_again and not (is_import and self._unimported.isdisjoint(files_at(values[0]))):
             raise FileNotFoundError(values[0])
 
-    def _may_name(self, event, path):
+    def _may_name(self, event, path=None):
         """Tell whether what an event begins with may be the path of a file beside tests."""
         if event == "open" and isinstance(path, os.PathLike) and type(path) is not pathlib.PosixPath:
             return True  # It may give another path each time.
@@ -798,6 +796,12 @@ class TooLong(BaseException):
 
 def too_long(number, frame):
     raise TooLong
+
+
+def inodes(chooses):
+    """Return what identifies those of the tree's files whose paths below it are chosen."""
+    files = (os.path.join(folder, name) for folder, _, names in os.walk(ROOT) for name in names)
+    return {found for path in files if chooses(path[len(ROOT) :]) for found in files_at(path)}
 
 
 def files_at(path):
