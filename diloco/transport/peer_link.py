@@ -232,8 +232,11 @@ class Exchange:
     async def _greet(self) -> None:
         """Ask to be admitted. Raises DeadlineError or RefusedError."""
         timeout_s, began = _CONNECT_TIMEOUT_S, time.monotonic()
+        text = "no answer from %s yet: is `diloco rendezvous` running there, with the key of diloco.key_file?"
+        late = asyncio.get_running_loop().call_later(_BEAT_TIMEOUT_S, logger.warning, text, self._config.rendezvous)
         while True:
             answer = await self._live.call(self.hello, timeout_s)
+            late.cancel()
             if isinstance(answer, messages.BeatReply):
                 self.status, self.status_at, self.hellos = answer, time.monotonic(), self.hellos + 1
                 return

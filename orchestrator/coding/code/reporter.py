@@ -799,7 +799,6 @@ def too_long(number, frame):
 
 
 def inodes(chooses):
-    """Return what identifies those of the tree's files whose paths below it are chosen."""
     files = (os.path.join(folder, name) for folder, _, names in os.walk(ROOT) for name in names)
     return {found for path in files if chooses(path[len(ROOT) :]) for found in files_at(path)}
 

@@ -28,10 +28,12 @@ from joint_run import (
 )
 from peer_process import PeerProcess, start_peer
 
+from composer_prime.config.diloco import DilocoConfig
 from composer_prime.errors import ConfigError, DeadlineError, RunMismatchError
 from diloco.streaming import StreamingDiLoCo
 from diloco.transport.connection import Connection, RefusedError
 from diloco.transport.messages import PROTOCOL, Beat, DeltaOffer, JointKey, PeerHello, Piece, seal_header
+from diloco.transport.peer_link import Exchange
 
 
 def assert_agree(*peers: PeerProcess) -> None:
@@ -377,8 +379,8 @@ async def test_log_of_who_is_there(make_rendezvous, key_file, caplog):
     assert "peer a is here: a" in caplog.text and "peer b is here: b" in caplog.text
 
 
-# A peer with another key gets no answer at all. Its error names what to check.
-async def test_wrong_key_gets_no_answer(make_rendezvous, tmp_path):
+# A peer with another key gets no answer at all. Its error names what to check, and a warning does so seconds later.
+async def test_wrong_key_gets_no_answer(make_rendezvous, tmp_path, caplog):
     address = make_rendezvous().endpoint
     other = JointKey.create(tmp_path / "other.key")
     connection = Connection(address, other.client(), "a/0", None)
@@ -389,6 +391,12 @@ async def test_wrong_key_gets_no_answer(make_rendezvous, tmp_path):
     with pytest.raises(DeadlineError, match=r"has not answered for 0.5 s .*same key file"):
         await connection.call(hello, 0.5)
     await connection.close()
+    config = DilocoConfig(rendezvous=address, run="joint", peer_id="a", key_file=tmp_path / "other.key")
+    exchange = Exchange(config, other, hello, lambda: (memoryview(b""), 0, ""))
+    opening = asyncio.create_task(exchange.open())
+    await asyncio.to_thread(until, lambda: "diloco.key_file" in caplog.text, "nothing is said")
+    opening.cancel()
+    await exchange.close()
 
 
 # The key file: made once, private, checked when read.
