@@ -13,7 +13,7 @@ from verifiers.v1.dialects import Dialect
 from verifiers.v1.dialects.chat import message_to_wire
 
 from composer_prime.errors import RequestError
-from orchestrator.workers.dialects import DIALECTS, answer_in, as_functions
+from orchestrator.workers.dialects import DIALECTS, UnreadableError, answer_in, as_functions
 
 _FORGOTTEN = ("previous_response_id", "conversation")
 _SAME = {"temperature": "temperature", "top_p": "top_p", "stop_sequences": "stop", "max_tokens": "max_tokens"}
@@ -29,16 +29,14 @@ def completion_request(dialect: Dialect[Any], body: dict[str, Any]) -> dict[str,
     """Return a request as one for chat completions. Raises RequestError."""
     if told := [name for name in _FORGOTTEN if body.get(name)]:
         raise RequestError(f"{told[0]}: no conversation is kept here; send all of it")
-    if not (body.get("messages") or body.get("input")):
-        raise RequestError("the body is no JSON object with messages or input")
     try:
         request = dialect.parse_request(body)
         messages, tools = as_functions(request.messages, request.tools or [])
         chat: dict[str, Any] = {"messages": [message_to_wire(message) for message in messages]}
         if tools and body.get("tool_choice") not in ("none", {"type": "none"}):
             chat["tools"] = [tool_to_wire(tool) for tool in tools]
-    except (ValueError, TypeError, LookupError, AttributeError, NotImplementedError) as error:
-        raise RequestError(f"the request cannot be read: {type(error).__name__}: {error}") from None
+    except (UnreadableError, NotImplementedError, ValueError) as error:
+        raise RequestError(str(error)) from None
     return chat | {theirs: body[name] for name, theirs in _SAME.items() if body.get(name) is not None}
 
 

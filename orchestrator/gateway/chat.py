@@ -88,7 +88,7 @@ def _message_problem(message: dict[str, Any]) -> str | None:
     for part in content if isinstance(content, list) else ():
         kind = part.get("type") if isinstance(part, dict) else type(part).__name__
         if kind != "text":
-            return f"a content part of type {kind!r}: this model reads text only"
+            return f"a content part of type {kind!r}: this model reads text only; leave it out, or send it in words"
     if not (content is None or isinstance(content, (str, list))):
         return f"content of type {type(content).__name__}, expected text"
     return None

@@ -5,18 +5,24 @@ answer becomes a provider's object (`answer_in`), and that object the events of 
 
 What a program sends back of an answer must be recognized (verifiers' graph hashes messages), so the recorded message
 keeps what its dialect would read from the object.
+
+A request is refused by name where verifiers drops what the policy cannot read, or fails with status 500.
 """
 
 from __future__ import annotations
 
+import functools
 import json
+import time
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
+from aiohttp import web
 from verifiers.v1.clients.train import serialize_completion
 from verifiers.v1.dialects import AnthropicDialect, ChatDialect, Dialect, ResponsesDialect
+from verifiers.v1.errors import ProviderError
 from verifiers.v1.interception import server
-from verifiers.v1.types import Response, Tool, ToolCall
+from verifiers.v1.types import Request, Response, Tool, ToolCall
 
 _FREE_TEXT = {"type": "object", "properties": {"input": {"type": "string"}}, "required": ["input"]}
 _PARTS = {
@@ -27,17 +33,76 @@ _PARTS = {
 }
 """Kind of an item -> the field that grows in a stream, and the events that say so."""
 _STOPS = {"length": "max_tokens", "tool_calls": "tool_use"}
+_WRONG = (ValueError, TypeError, LookupError, AttributeError, NotImplementedError, RecursionError)
 
 
-class Messages(AnthropicDialect):
+class UnreadableError(ProviderError):
+    """A request that is malformed, or whose content is no text."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message, status_code=400)
+
+
+class Reader(Dialect[Any]):
+    """Refuses a request that it cannot read whole."""
+
+    field: ClassVar[str] = "messages"
+    items: ClassVar[tuple[str, ...]] = ("message",)
+    """What `field` lists."""
+    parts: ClassVar[tuple[str, ...]] = ("text",)
+    """What their content lists."""
+
+    def parse_request(self, body: dict[str, Any]) -> Request:
+        """Raise UnreadableError."""
+        if not body.get(self.field):
+            raise UnreadableError(f"the body has no {self.field}: send a JSON object with them")
+        self._check(self.field, body[self.field], self.items)
+        self._check("system", body.get("system"), self.parts)
+        try:
+            return super().parse_request(body)
+        except _WRONG as error:
+            raise UnreadableError(f"the request cannot be read: {type(error).__name__}: {error}") from error
+
+    def _check(self, place: str, content: Any, kinds: tuple[str, ...]) -> None:
+        if content is None or isinstance(content, str):
+            return
+        for index, part in enumerate(content if isinstance(content, list) else [content]):
+            where = f"{place}[{index}]"
+            if not isinstance(content, list) or not isinstance(part, dict):
+                raise UnreadableError(f"{place} is or has a {type(part).__name__}: send a text, or a list of objects")
+            kind = part.get("type") or ("message" if "role" in part else None)
+            if kind not in kinds:
+                raise UnreadableError(
+                    f"{where} has the type {kind!a:.60}, which is none of {', '.join(kinds)}: the policy reads text "
+                    "only; leave it out, or send in words what it shows"
+                )
+            self._check(f"{where}.content", part.get("content"), self.parts)
+            if isinstance(part.get("output"), list):
+                self._check(f"{where}.output", part["output"], self.parts)
+
+
+class Chat(Reader, ChatDialect):
+    """OpenAI's chat completions."""
+
+
+class Messages(Reader, AnthropicDialect):
     """Anthropic Messages with tool calls and thinking in its stream."""
+
+    parts = ("text", "thinking", "redacted_thinking", "tool_use", "tool_result")
 
     def stream_events(self, raw: dict[str, Any]) -> list[bytes]:
         return [f"event: {event['type']}\ndata: {json.dumps(event)}\n\n".encode() for event in _message_events(raw)]
 
 
-class Responses(ResponsesDialect):
+class Responses(Reader, ResponsesDialect):
     """OpenAI Responses with tool calls and reasoning in its stream."""
+
+    field = "input"
+    items = (
+        *("message", "reasoning", "function_call", "function_call_output", "custom_tool_call"),
+        *("custom_tool_call_output", "additional_tools", "tool_search_call", "tool_search_output"),
+    )
+    parts = ("input_text", "output_text", "reasoning_text")
 
     def stream_events(self, raw: dict[str, Any]) -> list[bytes]:
         events = enumerate(_response_events(raw))
@@ -47,12 +112,27 @@ class Responses(ResponsesDialect):
         ]
 
 
-DIALECTS: tuple[Dialect[Any], ...] = (ChatDialect(), Responses(), Messages())
+DIALECTS: tuple[Dialect[Any], ...] = (Chat(), Responses(), Messages())
 
 
+@functools.cache
 def install() -> None:
-    """Make verifiers' interception stream all three dialects."""
+    """Make verifiers' interception stream all three dialects, and refuse in their own words what it cannot read."""
     server.DIALECTS = DIALECTS
+    stock = server.InterceptionServer.handle_request
+
+    async def handle(self: Any, request: web.Request, dialect: Dialect[Any]) -> web.StreamResponse:
+        started = time.time()
+        try:
+            return await stock(self, request, dialect)
+        except (UnreadableError, *_WRONG) as error:
+            if not isinstance(error, UnreadableError):
+                error = UnreadableError(f"the body is no JSON object: {type(error).__name__}: {error}")
+            session = self.sessions[dialect.secret(request.headers)]
+            self.record_call(session, dialect, None, started, error=error)
+            return self._fail(session, dialect, error)
+
+    server.InterceptionServer.handle_request = handle
 
 
 def as_functions(messages: Sequence[Any], tools: Sequence[Tool]) -> tuple[list[Any], list[Tool]]:

@@ -3,16 +3,28 @@
 from __future__ import annotations
 
 import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
 
+import httpx
 import pytest
+import verifiers.v1 as vf
 from hypothesis import given
 from hypothesis import strategies as st
+from peer import Peer
+from verifiers.v1.configs.agent import AgentConfig
 from verifiers.v1.graph import message_hash
+from verifiers.v1.interception import InterceptionServer
+from verifiers.v1.session import RolloutSession
+from verifiers.v1.trace import AgentInfo, TraceTask
 from verifiers.v1.types import AssistantMessage, Response, Tool, ToolCall, ToolMessage, Usage, UserMessage
 
 from composer_prime.cli.agent_dialects import completion_request, of_path
 from composer_prime.errors import RequestError
-from orchestrator.workers.dialects import answer_in, as_functions
+from orchestrator.chat_renderer import build_renderer
+from orchestrator.workers.dialects import answer_in, as_functions, install
+from orchestrator.workers.verifiers_adapter import GatewayClient, install_renderer
 
 PATHS = ("/v1/messages", "/v1/responses", "/v1/chat/completions")
 TOOLS = [Tool(name="read", parameters={"type": "object"}), Tool(type="custom", name="patch")]
@@ -66,21 +78,73 @@ def test_a_free_text_is_an_argument_and_back():
     assert messages[0] is history[0] and messages[2] is history[2]
 
 
+@asynccontextmanager
+async def worker_door(model_path: str) -> AsyncIterator[tuple[httpx.AsyncClient, vf.Trace]]:
+    """A worker's interception in front of a gateway, a client with the key of a session there, and its trace."""
+    install()
+    chosen, renderer = build_renderer(model_path, None)
+    install_renderer(model_path, chosen, renderer)
+    async with Peer() as peer, InterceptionServer() as server:
+        config = vf.TrainClientConfig(base_url=peer.url, renderer=chosen, renderer_model_name=model_path)
+        server.clients[config.model_dump_json()] = client = GatewayClient(config, 1024)
+        server.stack.push_async_callback(client.close)
+        task, agent = TraceTask(type="Task", data=vf.TaskData(idx=0)), AgentInfo(config=AgentConfig())
+        trace, context = vf.Trace(task=task, agent=agent), vf.ModelContext(model="policy", client=config)
+        key, _ = server.register(RolloutSession(ctx=context, trace=trace))
+        headers = {"Authorization": f"Bearer {key}", "x-api-key": key}
+        async with httpx.AsyncClient(base_url=server.base_url, headers=headers, trust_env=False) as asking:
+            yield asking, trace
+
+
+def said(*parts: Any, role: str = "user") -> list[dict[str, Any]]:
+    return [{"role": role, "content": list(parts)}]
+
+
+CHAT, MESSAGES, RESPONSES = "/v1/chat/completions", "/v1/messages", "/v1/responses"
 NAMESPACED = [{"type": "namespace", "name": "n", "tools": [{"type": "function", "name": "f"}]}]
+IMAGE = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "aa"}}
+SHOWN = {"type": "function_call_output", "call_id": "c", "output": [{"type": "input_image", "image_url": "data:,"}]}
 
 
-# What `composer serve` cannot take is refused with words, whatever it is.
+# What cannot be read is refused by name, in the words of the dialect, by `composer serve` (where chat completions go to
+# the gateway) and by a worker, whose session records it and answers on.
+@pytest.mark.process
 @pytest.mark.parametrize(
-    ("path", "body"),
+    ("path", "body", "named"),
     [
-        ("/v1/messages", {}),
-        ("/v1/messages", {"messages": 5}),
-        ("/v1/messages", {"messages": "x"}),
-        ("/v1/responses", {"input": 5}),
-        ("/v1/responses", {"input": "go", "previous_response_id": "r"}),
-        ("/v1/responses", {"input": "go", "tools": NAMESPACED}),
+        (CHAT, {"messages": said({"type": "text", "text": "See."}, {"type": "image_url"})}, "[1] has the type 'image_"),
+        (CHAT, {"messages": said({"type": "input_audio"})}, "'input_audio'"),
+        (CHAT, {"messages": said({"type": "file"}, role="tool")}, "'file'"),
+        (CHAT, {"messages": 5}, "int"),
+        (CHAT, {"messages": said({"type": "text", "text": "x"}), "tools": 5}, "int"),
+        (CHAT, [], "JSON object"),
+        (MESSAGES, {"messages": said(IMAGE)}, "messages[0].content[0] has the type 'image'"),
+        (MESSAGES, {"messages": said({"type": "tool_result", "tool_use_id": "c", "content": [IMAGE]})}, "'image'"),
+        (MESSAGES, {"messages": said({"type": "document"})}, "'document'"),
+        (MESSAGES, {"messages": "x", "system": [IMAGE]}, "system[0]"),
+        (MESSAGES, {"messages": "x"}, "str"),
+        (MESSAGES, {}, "no messages"),
+        (RESPONSES, {"input": said({"type": "input_file"})}, "'input_file'"),
+        (RESPONSES, {"input": [SHOWN]}, "input[0].output[0] has the type 'input_image'"),
+        (RESPONSES, {"input": [{"type": "item_reference", "id": "i"}]}, "'item_reference'"),
+        (RESPONSES, {"input": 5}, "int"),
+        (RESPONSES, {"input": "go", "tools": NAMESPACED}, "namespace"),
     ],
 )
-def test_a_request_that_cannot_be_read_is_refused(path, body):
-    with pytest.raises(RequestError):
-        completion_request(of_path(path), body)
+async def test_what_cannot_be_read_is_refused_by_name(path, body, named, model_path):
+    if path != CHAT:
+        with pytest.raises(RequestError) as refused:
+            completion_request(of_path(path), body)
+        assert named in str(refused.value)
+    async with worker_door(model_path) as (client, trace):
+        reply = await client.post(path, json=body)
+        assert reply.status_code == 400 and named in reply.json()["error"]["message"]
+        assert reply.json().get("type") == ("error" if path == MESSAGES else None)
+        assert [call.error.status_code for call in trace.calls] == [400]
+        good = {"input": "Go."} if path == RESPONSES else {"messages": [{"role": "user", "content": "Go."}]}
+        assert (await client.post(path, json=good)).status_code == 200 and trace.num_turns == 1
+
+
+def test_serve_keeps_no_conversation():
+    with pytest.raises(RequestError, match="previous_response_id"):
+        completion_request(of_path(RESPONSES), {"input": "go", "previous_response_id": "r"})
