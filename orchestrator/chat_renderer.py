@@ -9,6 +9,7 @@ import itertools
 import json
 import logging
 import re
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
@@ -100,6 +101,18 @@ def unread_call(renderer: Renderer) -> str | None:
     except RENDER_ERRORS:
         return None  # A rollout with tools names what the template lacks.
     return None if name not in written or any(map(_read_call, TOOL_CALL.findall(written))) else written
+
+
+async def prompt_parts(
+    count: Callable[[list[Any], list[Any]], Awaitable[int]], messages: list[dict[str, Any]], tools: list[Any]
+) -> str:
+    """Say how many tokens of a prompt its parts have; `count` renders messages and tools. It ends another sentence."""
+    others = [message for message in messages if message["role"] != "system"]
+    try:
+        whole, bare, history = await count(messages, tools), await count(messages, []), await count(others, [])
+    except Exception:
+        return ""  # Not every template takes a part.
+    return f"; its tokens are {bare - history} of system, {whole - bare} of tools, {history} of history"
 
 
 def _choose(model_path: str, tokenizer: Any, choice: str | dict[str, Any] | None) -> RendererConfig:

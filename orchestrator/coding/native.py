@@ -23,8 +23,10 @@ from typing import ClassVar, Literal
 import verifiers.v1 as vf
 from pydantic import Field
 from verifiers.v1.runtimes import ProgramResult
+from verifiers.v1.trace import Error
 
 from orchestrator.coding.sandbox.isolation import NPM_FOLDER
+from orchestrator.workers.dialects import UnreadableError
 
 _CONTEXT_FULL = re.compile(r"context length|context window|max_model_len", re.IGNORECASE)
 _REFUSED = 5
@@ -97,6 +99,7 @@ def _codex(endpoint: PolicyEndpoint, system: str, prompt: str) -> Start:
         f"model_providers.{PROVIDER}": f"{{ {table} }}",
         "developer_instructions": json.dumps(system),
         "features": "{ apps = false, plugins = false, multi_agent = false, multi_agent_v2 = { enabled = false } }",
+        "features.view_image": "false",
         "web_search": json.dumps("disabled"),
     }
     words = [word for key, value in settings.items() if value != '""' for word in ("-c", f"{key}={value}")]
@@ -189,15 +192,22 @@ def _is_over(trace: vf.Trace) -> bool:
 def _outcome(trace: vf.Trace, result: ProgramResult, max_context: int) -> ProgramResult:
     """Say what the program's end means: a rollout is scored as it stands, unless the policy could not be asked."""
     error = trace.calls[-1].error if trace.calls else None
-    is_full = error is not None and error.status_code in (400, 413) and bool(_CONTEXT_FULL.search(error.message))
-    if trace.num_turns and result.exit_code < _SIGNALLED and (is_full or error is None or not result.exit_code):
-        if is_full or result.exit_code:
-            trace.stop("context_full" if is_full else f"exit_{result.exit_code}")
+    refusal = None if error is None else _refusal(error)
+    if trace.num_turns and result.exit_code < _SIGNALLED and (refusal or error is None or not result.exit_code):
+        if refusal or result.exit_code:
+            trace.stop(refusal or f"exit_{result.exit_code}")
         return result
     said = f"{result.stderr}\n{result.stdout}"  # Many programs say on stdout what is wrong.
     if not trace.calls:
         said += f"\nIt never asked the policy, whose context has {max_context} tokens"
     return ProgramResult(exit_code=result.exit_code or int(error is not None), stdout="", stderr=said)
+
+
+def _refusal(error: Error) -> str | None:
+    """Name what the policy refused, where its own turns led there; None for a failure."""
+    if error.status_code in (400, 413) and _CONTEXT_FULL.search(error.message):
+        return "context_full"
+    return "unreadable" if error.type == UnreadableError.__name__ else None
 
 
 __all__ = ["NativeAgent"]

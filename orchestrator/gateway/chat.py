@@ -57,6 +57,15 @@ class ChatFormat:
 
         return await self._run(work)
 
+    async def parts(self, messages: Messages, tools: list[dict[str, Any]]) -> str:
+        """Say how many tokens of a prompt its parts have."""
+        from orchestrator.chat_renderer import prompt_parts
+
+        async def count(messages: Messages, tools: Tools) -> int:
+            return len((await self.render(messages, tools or None))[0])
+
+        return await prompt_parts(count, messages, tools)
+
     async def parse(
         self, completion_ids: list[int], prompt_ids: list[int], tools: Tools, finish_reason: str
     ) -> tuple[dict[str, Any], str]:

@@ -51,6 +51,8 @@ _BACKLOG = 4096
 _SHUTDOWN_S = 2.0
 """For replies on their way. Requests without an answer have ended by then."""
 _MAX_STOPS = 64
+_TOO_LONG = "context_length_exceeded"
+"""OpenAI's code of a prompt that leaves no room."""
 _AGENT = re.compile(r"#\d+$")
 TokenId = Annotated[int, Meta(ge=0, lt=1 << 31)]
 Int64 = Annotated[int, Meta(ge=-(1 << 63), le=(1 << 63) - 1)]
@@ -193,7 +195,13 @@ class HttpServer:
         prompt, stop_ids = await self._chat.render(body.messages, tools)
         body.stop_token_ids = [*(body.stop_token_ids or []), *stop_ids]
         body.max_tokens = body.max_completion_tokens or body.max_tokens
-        answer = await self._answer(_session(request), pack_ints(prompt), body)
+        try:
+            answer = await self._answer(_session(request), pack_ints(prompt), body)
+        except RequestError as error:
+            if error.code != _TOO_LONG:
+                raise
+            text = f"{error}{await self._chat.parts(body.messages, tools or [])}"
+            raise RequestError(text, code=_TOO_LONG, param="messages") from error
         token_ids = answer.ids.tolist()
         message, finish_reason = await self._chat.parse(token_ids, prompt, tools, answer.finish_reason)
         return json_reply(chat_reply(body.model, len(prompt), answer, token_ids, message, finish_reason))
@@ -389,7 +397,7 @@ def to_sampling(fields: SamplingFields, *, num_prompt: int, max_context: int) ->
     if room < 1:
         raise RequestError(
             f"{context_overflow(num_prompt, max_context)}: shorten the conversation or raise model.max_context",
-            code="context_length_exceeded",
+            code=_TOO_LONG,
             param="token_ids",
         )
     stop = [fields.stop] if isinstance(fields.stop, str) else fields.stop or []

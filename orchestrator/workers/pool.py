@@ -187,8 +187,8 @@ class SessionRecord(msgspec.Struct, frozen=True, kw_only=True):
 
 class RolloutFailure(msgspec.Struct, frozen=True, kw_only=True):
     kind: str
-    """provider | context_overflow | render | interception | harness | toolset | sandbox | task | env | no_reward |
-    timeout | cancelled | worker | hang | displaced | request | internal"""
+    """provider | context_overflow | unreadable | render | interception | harness | toolset | sandbox | task | env |
+    no_reward | timeout | cancelled | worker | hang | displaced | request | internal"""
     message: str
     retryable: bool = True
     detail: str | None = None

@@ -25,7 +25,7 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import aiohttp
 import jinja2
@@ -57,6 +57,7 @@ from composer_prime.import_path import frame_text, place_of
 from composer_prime.monitor.events import event
 from composer_prime.wire.node_messages import GATEWAY_TOKEN_VARIABLE
 from composer_prime.wire.types import LARGEST_REWARD
+from orchestrator.chat_renderer import prompt_parts
 from orchestrator.coding.sandbox.runtime import make_images, runtime_settings
 from orchestrator.workers import dialects
 from orchestrator.workers.pool import (
@@ -75,8 +76,8 @@ logger = logging.getLogger(__name__)
 _ANY_NUMBER = 1_000_000
 _ENDLESS = 4096
 """Tasks of a set that never ends."""
-_KINDS = ("provider", "render", "interception", "harness", "toolset", "sandbox", "task", "env", "timeout")
-"""Class names of verifiers' errors, and of RenderError, begin so."""
+_KINDS = ("provider", "unreadable", "render", "interception", "harness", "toolset", "sandbox", "task", "env", "timeout")
+"""Class names of verifiers' errors, of RenderError and of UnreadableError begin so."""
 _TEMPORARY_4XX = (408, 409, 425, 429)
 _CONTEXT = re.compile(r"maximum context length|context window|context length|max_model_len", re.IGNORECASE)
 _TOOL_ERROR = re.compile(
@@ -402,7 +403,7 @@ def _classify(error: Error) -> RolloutFailure:
     detail, where = read_traceback(error.traceback) if error.traceback else (None, None)
     message = error.message[:_MESSAGE_CHARS]
     if kind == "context_overflow":
-        message += ": raise model.max_context, or have prompt and tools take less"
+        message += ": raise model.max_context, or have prompt and tools take less (harness.args cuts a native agent's)"
     return RolloutFailure(kind=kind, message=message, retryable=retryable, detail=detail, where=where)
 
 
@@ -582,7 +583,7 @@ class GatewayClient(TrainClient):
         rendered = turn and dataclasses.replace(turn, prompt=messages, tools=tools)
         try:
             # A turn is rendered alike, whatever its dialect.
-            response = await super().get_response(ChatDialect(), body, *args, turn=rendered, **kwargs)
+            response = await self._answer(body, *args, turn=rendered, **kwargs)
             for index, call in enumerate(response.message.tool_calls or []):
                 if call.id == f"call_{index}":  # The policy gave none, and programs tell calls apart by it.
                     call.id = f"call_{len(turn.trace.nodes) if turn else 0}_{index}"
@@ -594,6 +595,24 @@ class GatewayClient(TrainClient):
         # The trace keeps this very object.
         response.message = RecordedMessage.model_construct(**dict(response.message), record_id=response.id)
         return response
+
+    async def _answer(self, body: dict[str, Any], *args: Any, turn: Any, **kwargs: Any) -> Response:
+        try:
+            return await super().get_response(ChatDialect(), body, *args, turn=turn, **kwargs)
+        except ProviderError as error:
+            if turn is None or error.status_code not in (400, 413) or not _CONTEXT.search(str(error)):
+                raise
+            wire = [message_to_wire(message) for message in turn.prompt], [tool_to_wire(tool) for tool in turn.tools]
+            text = f"{error}{await prompt_parts(self._count, *wire)}"
+            raise ProviderError(text, status_code=error.status_code) from error
+
+    async def _count(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]]) -> int:
+        """Return the number of tokens of a prompt."""
+        config, prompt = self.config, cast(Any, messages)
+        pool = ElasticRendererPool(config.renderer_model_name or "", config.renderer, multiplex=config.multiplex)
+        options: Any = {"tools": tools or None, "add_generation_prompt": True}
+        async with pool.acquire() as slot:
+            return len(await slot.run(lambda: slot.renderer.render_ids(prompt, **options)))
 
     def _check_length(self, messages: list[Any]) -> None:
         chars = sum(len(content_text(message.content)) for message in messages)
@@ -609,12 +628,8 @@ class GatewayClient(TrainClient):
         request = dialect.parse_request(body)
         self._check_length(request.messages)
         messages, tools = dialects.as_functions(request.messages, request.tools or [])
-        wire: Any = [message_to_wire(message) for message in messages], [tool_to_wire(tool) for tool in tools] or None
-        config = self.config
-        pool = ElasticRendererPool(config.renderer_model_name or "", config.renderer, multiplex=config.multiplex)
-        async with pool.acquire() as slot:
-            rendered = await slot.run(lambda: slot.renderer.render(wire[0], tools=wire[1], add_generation_prompt=True))
-        return {"input_tokens": len(rendered.token_ids)}
+        wire = [message_to_wire(message) for message in messages], [tool_to_wire(tool) for tool in tools]
+        return {"input_tokens": await self._count(*wire)}
 
     async def get(self, path: str, *, cast_to: Any = None) -> Any:
         return json.loads(await self._send("GET", self.base_url + path, {}, None))
