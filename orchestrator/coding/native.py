@@ -22,6 +22,7 @@ from typing import ClassVar, Literal
 
 import verifiers.v1 as vf
 from pydantic import Field
+from verifiers.v1.errors import ProviderError
 from verifiers.v1.runtimes import ProgramResult
 from verifiers.v1.trace import Error
 
@@ -30,7 +31,7 @@ from orchestrator.workers.dialects import UnreadableError
 
 _CONTEXT_FULL = re.compile(r"context length|context window|max_model_len", re.IGNORECASE)
 _REFUSED = 5
-"""Calls in a row that failed."""
+"""Calls in a row that failed, and refusals among twice as many."""
 _SIGNALLED = 128
 """Least exit status of a program that a signal ended; also that of a box that is gone."""
 _LOOK_S, _IDLE_S, _LEAVE_S = 2.0, 60.0, 10.0
@@ -184,15 +185,36 @@ class NativeAgent(vf.Harness[NativeConfig]):
 def _is_over(trace: vf.Trace) -> bool:
     """Tell whether the policy answers no more: programs may ask on for ever, or wait after a refusal."""
     last = trace.calls[-_REFUSED:]
-    if trace.stop_condition is not None or not last or last[-1].error is None:
-        return trace.stop_condition is not None
+    if trace.stop_condition is not None or len(_refusals(trace)) >= _REFUSED:
+        return True
+    if not last or last[-1].error is None:
+        return False
     return all(call.error for call in last) and (len(last) == _REFUSED or time.time() - last[-1].time.end > _IDLE_S)
 
 
+def _refusals(trace: vf.Trace) -> list[Error]:
+    """Return those among the last calls: a program may compact its history after each, in vain."""
+    errors = [call.error for call in trace.calls[-2 * _REFUSED :]]
+    return [error for error in errors if error is not None and _refusal(error)]
+
+
+def _refusal(error: Error) -> str | None:
+    """Name why the policy refused what its own turns may have led to; None for a failure."""
+    if error.status_code in (400, 413) and _CONTEXT_FULL.search(error.message):
+        return "context_full"
+    return "unreadable" if error.type == UnreadableError.__name__ else None
+
+
 def _outcome(trace: vf.Trace, result: ProgramResult, max_context: int) -> ProgramResult:
-    """Say what the program's end means: a rollout is scored as it stands, unless the policy could not be asked."""
-    error = trace.calls[-1].error if trace.calls else None
+    """Say what the program's end means: a rollout is scored as it stands, unless the policy could not be asked.
+
+    Raises ProviderError where it was refused from the first prompt with tools on.
+    """
+    refusals, error = _refusals(trace), trace.calls[-1].error if trace.calls else None
+    error = refusals[-1] if len(refusals) >= _REFUSED else error
     refusal = None if error is None else _refusal(error)
+    if error is not None and refusal and not any(branch.nodes[0].tools for branch in trace.branches):
+        raise ProviderError(error.message, status_code=400)
     if trace.num_turns and result.exit_code < _SIGNALLED and (refusal or error is None or not result.exit_code):
         if refusal or result.exit_code:
             trace.stop(refusal or f"exit_{result.exit_code}")
@@ -201,13 +223,6 @@ def _outcome(trace: vf.Trace, result: ProgramResult, max_context: int) -> Progra
     if not trace.calls:
         said += f"\nIt never asked the policy, whose context has {max_context} tokens"
     return ProgramResult(exit_code=result.exit_code or int(error is not None), stdout="", stderr=said)
-
-
-def _refusal(error: Error) -> str | None:
-    """Name what the policy refused, where its own turns led there; None for a failure."""
-    if error.status_code in (400, 413) and _CONTEXT_FULL.search(error.message):
-        return "context_full"
-    return "unreadable" if error.type == UnreadableError.__name__ else None
 
 
 __all__ = ["NativeAgent"]

@@ -603,7 +603,7 @@ class GatewayClient(TrainClient):
             if turn is None or error.status_code not in (400, 413) or not _CONTEXT.search(str(error)):
                 raise
             wire = [message_to_wire(message) for message in turn.prompt], [tool_to_wire(tool) for tool in turn.tools]
-            text = f"{error}{await prompt_parts(self._count, *wire)}"
+            text = f"{str(error).rstrip('.')}{await prompt_parts(self._count, *wire)}"
             raise ProviderError(text, status_code=error.status_code) from error
 
     async def _count(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]]) -> int:
