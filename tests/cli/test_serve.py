@@ -89,6 +89,10 @@ async def test_agents_dialects_say_what_chat_completions_say(endpoint):
         assert (await client.messages.count_tokens(**ask)).input_tokens == whole.usage.input_tokens
         with pytest.raises(anthropic.NotFoundError):
             await client.messages.create(**ask | {"model": "none"}, max_tokens=8)
+        with pytest.raises(anthropic.BadRequestError, match=r"\(1024\).* 0 of system, \d\d+ of tools, 6\d+ of hist"):
+            await client.messages.create(
+                **ask | {"messages": [{"role": "user", "content": "go " * 2000}]}, max_tokens=8
+            )
 
 
 async def test_requests_without_the_key_and_bad_ones_are_refused(endpoint):

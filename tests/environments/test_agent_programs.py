@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -65,7 +66,7 @@ def model(tmp_path: Path) -> Iterator[Path]:
     yield folder
 
 
-def configuration(agent: str, model: Path, tasks: Path) -> Config:
+def configuration(agent: str, model: Path, tasks: Path, context: int) -> Config:
     """The recipe of the documentation: the program's packages are for its own sandbox only, not for grading."""
     harness, packages, _ = AGENTS[agent]
     taskset = {"id": "orchestrator.coding.code", "folder": str(tasks), "split": "all", "instruction": ""}
@@ -79,8 +80,8 @@ def configuration(agent: str, model: Path, tasks: Path) -> Config:
     return Config.model_validate(
         {
             "run": {"name": "program"},
-            "model": {"path": str(model), "max_context": CONTEXT},
-            "trainer": {"micro_batch_tokens": CONTEXT},
+            "model": {"path": str(model), "max_context": context},
+            "trainer": {"micro_batch_tokens": context},
             "orchestrator": {"source": [source], "sampling": {"max_tokens": 160}},
         }
     )
@@ -101,7 +102,7 @@ Turn = tuple[list[int], list[int], bool]
 
 
 async def play_scripted(
-    agent: str, folder: Path, model: Path, script: list[str]
+    agent: str, folder: Path, model: Path, script: list[str], context: int = CONTEXT
 ) -> tuple[RolloutReply, list[Sample], list[Turn]]:
     """Play the task with a policy that says the next text of `script` wherever it is offered tools."""
     tokenizer: Any = AutoTokenizer.from_pretrained(POLICY)
@@ -123,7 +124,7 @@ async def play_scripted(
             finish_reason="stop",
         )
 
-    config, keys = configuration(agent, model, make_folder(folder / "tasks")), RunKeys.create(folder / "keys")
+    config, keys = configuration(agent, model, make_folder(folder / "tasks"), context), RunKeys.create(folder / "keys")
     gateway = Gateway(config, keys, "run", WeightStore(folder / "weights"), model_dir=model)
     spec = source_spec(config.orchestrator.source[0], config, model)
     pool = WorkerPool(spec, workers=1, start_timeout_s=600.0, log_dir=folder / "logs")
@@ -181,3 +182,13 @@ def test_its_tokens_are_those_that_the_node_sampled(tmp_path: Path, model: Path,
 def test_a_policy_that_does_nothing_earns_nothing(tmp_path: Path, model: Path, installed: str) -> None:
     reply, _, _ = asyncio.run(play_scripted(installed, tmp_path, model, []))
     assert reply.failure is None and reply.reward == 0.0, reply
+
+
+# A first prompt beyond the context fails the rollout with the tokens of its parts, and no program asks on for ever:
+# OpenCode would compact its empty history, and ask again.
+@pytest.mark.parametrize("installed", ["claude_code", "codex", "opencode", "qwen_code"], indirect=True)
+def test_a_context_that_is_too_small_is_named(tmp_path: Path, model: Path, installed: str) -> None:
+    reply, _, turns = asyncio.run(play_scripted(installed, tmp_path, model, [], context=8192))
+    assert reply.failure is not None and reply.failure.kind == "context_overflow" and not reply.failure.retryable
+    assert re.search(r"\(8192\); its tokens are \d+ of system, \d+ of tools, \d+ of history", reply.failure.message)
+    assert len(turns) < 30

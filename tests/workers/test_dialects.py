@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -13,6 +14,7 @@ import verifiers.v1 as vf
 from hypothesis import given
 from hypothesis import strategies as st
 from peer import Peer
+from transformers import AutoTokenizer
 from verifiers.v1.configs.agent import AgentConfig
 from verifiers.v1.graph import message_hash
 from verifiers.v1.interception import InterceptionServer
@@ -25,6 +27,7 @@ from composer_prime.errors import RequestError
 from orchestrator.chat_renderer import build_renderer
 from orchestrator.workers.dialects import answer_in, as_functions, install
 from orchestrator.workers.verifiers_adapter import GatewayClient, install_renderer
+from tests.scripted_node import POLICY
 
 PATHS = ("/v1/messages", "/v1/responses", "/v1/chat/completions")
 TOOLS = [Tool(name="read", parameters={"type": "object"}), Tool(type="custom", name="patch")]
@@ -79,12 +82,12 @@ def test_a_free_text_is_an_argument_and_back():
 
 
 @asynccontextmanager
-async def worker_door(model_path: str) -> AsyncIterator[tuple[httpx.AsyncClient, vf.Trace]]:
+async def worker_door(model_path: str, **peers: Any) -> AsyncIterator[tuple[httpx.AsyncClient, vf.Trace]]:
     """A worker's interception in front of a gateway, a client with the key of a session there, and its trace."""
     install()
     chosen, renderer = build_renderer(model_path, None)
     install_renderer(model_path, chosen, renderer)
-    async with Peer() as peer, InterceptionServer() as server:
+    async with Peer(**peers) as peer, InterceptionServer() as server:
         config = vf.TrainClientConfig(base_url=peer.url, renderer=chosen, renderer_model_name=model_path)
         server.clients[config.model_dump_json()] = client = GatewayClient(config, 1024)
         server.stack.push_async_callback(client.close)
@@ -143,6 +146,34 @@ async def test_what_cannot_be_read_is_refused_by_name(path, body, named, model_p
         assert [call.error.status_code for call in trace.calls] == [400]
         good = {"input": "Go."} if path == RESPONSES else {"messages": [{"role": "user", "content": "Go."}]}
         assert (await client.post(path, json=good)).status_code == 200 and trace.num_turns == 1
+
+
+# A prompt that is too long is refused in all dialects with the tokens of its parts, as the model's own template has it.
+@pytest.mark.process
+@pytest.mark.parametrize("path", PATHS)
+async def test_a_prompt_beyond_the_context_is_refused_with_its_parts(path):
+    tokenizer: Any = AutoTokenizer.from_pretrained(POLICY)
+    function = {"name": "look", "description": "Look closely. " * 20, "parameters": {"type": "object"}}
+    wrapped = {"type": "function", "function": function}
+    system, user = {"role": "system", "content": "Be brief."}, {"role": "user", "content": "Go. " * 99}
+    body = {
+        CHAT: {"messages": [system, user], "tools": [wrapped]},
+        MESSAGES: {
+            "messages": [user],
+            "system": system["content"],
+            "tools": [{**function, "input_schema": function["parameters"]}],
+        },
+        RESPONSES: {"instructions": system["content"], "input": [user], "tools": [{"type": "function", **function}]},
+    }[path]
+
+    def count(messages, tools=None):
+        return len(tokenizer.apply_chat_template(messages, tools=tools, add_generation_prompt=True)["input_ids"])
+
+    whole, bare, history = count([system, user], [wrapped]), count([system, user]), count([user])
+    async with worker_door(POLICY, max_model_len=64) as (client, _):
+        reply = await client.post(path, json=body)
+    told = [int(number) for number in re.findall(r"\d+", reply.json()["error"]["message"])]
+    assert reply.status_code == 400 and told == [whole, 64, bare - history, whole - bare, history]
 
 
 def test_serve_keeps_no_conversation():
