@@ -183,6 +183,8 @@ class OrchestratorConfig(BaseConfig):
     train_truncated: bool = True
     """Train truncated rollouts with the policy loss. Off: they count only for their group's advantages, and SDPO
     trains their hinted turns (DAPO's overlong filtering, arXiv 2503.14476)."""
+    train_side_calls: bool = False
+    """Train calls on the side, such as for a title, with the rollout's advantage, to which they add noise alone."""
     record_tokens: bool = False
     """Write sampled tokens with their log-probabilities to rollouts/, for `composer view`."""
     curriculum: Annotated[PartConfig, one_of("orchestrator.curriculum", "shuffled", "frontier")] = PartConfig(

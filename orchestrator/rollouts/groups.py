@@ -200,13 +200,13 @@ def score_group(
     """Return the group as READY, FAILED (too few finished), FILTERED or DISTILLED (no advantage).
 
     A DISTILLED group keeps its hinted samples with mask 0. So do rollouts that were cut short without
-    `config.train_truncated`; their rewards still count in the advantages.
+    `config.train_truncated`; their rewards still count in the advantages. Samples of side calls are left out.
     """
     rewards = [rollout.reward for rollout, _ in ended if rollout.reward is not None]
     if len(rewards) < MIN_GROUP:
         return FinishedGroup(plan=plan, outcome=GroupOutcome.FAILED, rollouts=[rollout for rollout, _ in ended])
     advantages_G = group_advantages(rewards, channels.policy.advantage_scaling)
-    ended = _with_advantages(ended, advantages_G, config.train_truncated)
+    ended = _with_advantages(ended, advantages_G, config)
     if channels.sdpo.route == "failed":
         ended = [(rollout, _routed(rollout, samples)) for rollout, samples in ended]
     rollouts = sorted((rollout for rollout, _ in ended), key=lambda rollout: rollout.sibling)
@@ -220,7 +220,7 @@ def score_group(
 
 
 def _with_advantages(
-    ended: list[CompiledRollout], advantages_G: list[float], train_truncated: bool
+    ended: list[CompiledRollout], advantages_G: list[float], config: OrchestratorConfig
 ) -> list[CompiledRollout]:
     """Failed rollouts have no samples."""
     following = iter(advantages_G)
@@ -230,7 +230,9 @@ def _with_advantages(
             result.append((rollout, []))
             continue
         advantage = next(following)
-        if rollout.truncated and not train_truncated:
+        on_side = {turn.turn for turn in rollout.turns if turn.on_side and not config.train_side_calls}
+        samples = [sample for sample in samples if any(span.turn not in on_side for span in sample.turns)]
+        if rollout.truncated and not config.train_truncated:
             samples = _hinted_only(samples)
         else:
             samples = [with_advantage(sample, advantage) for sample in samples]

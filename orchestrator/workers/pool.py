@@ -155,6 +155,8 @@ class PlayedMessage(msgspec.Struct, frozen=True, kw_only=True):
     """Index of the preceding message in `turns`; None for the first. Two turns with one parent are a branch."""
     tool_calls: list[ToolCall] = []
     reasoning: str | None = None
+    on_side: bool = False
+    """Sampled turns: a call on the side, such as for a title; the documentation of native agents has the rule."""
 
 
 class MessageRecord(PlayedMessage, frozen=True, kw_only=True):

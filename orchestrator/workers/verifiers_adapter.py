@@ -313,7 +313,7 @@ def to_reply(request: RunRollout, task: vf.Task, episode: Episode | None, traces
         reward=None if failure or main is None else main.reward,
         parts={name: part.score for name, part in main.rewards.items() if part is not None} if main else {},
         metrics=finite_metrics(task, main.metrics) if main else {},
-        turns=_turns(traces),
+        turns=played_messages(traces),
         sessions=_sessions(traces),
         stop_reason=main.stop_condition if main else None,
         truncated=bool(main and main.is_truncated),
@@ -432,7 +432,8 @@ def _expected(task_data: Any) -> str | None:
     return _valid(str(answer))[:_MESSAGE_CHARS] if isinstance(answer, str | int | float) else None
 
 
-def _turns(traces: list[vf.Trace]) -> list[MessageRecord]:
+def played_messages(traces: list[vf.Trace]) -> list[MessageRecord]:
+    """Return all messages of the sessions, each once, in the order in which they were made."""
     turns: list[MessageRecord] = []
     for session, trace in enumerate(traces):
         first = len(turns)
@@ -440,8 +441,27 @@ def _turns(traces: list[vf.Trace]) -> list[MessageRecord]:
         call_of = {call.node: (number, call.time) for number, call in enumerate(answered)}
         for index, node in enumerate(trace.nodes):
             parent = None if node.parent is None else node.parent + first
-            turns.append(_turn(trace, node, *call_of.get(index, (None, None)), session, parent))
+            turn = _turn(trace, node, *call_of.get(index, (None, None)), session, parent)
+            turns.append(msgspec.structs.replace(turn, on_side=node.sampled and _is_on_side(trace.nodes, index)))
     return turns
+
+
+def _is_on_side(nodes: list[Any], index: int) -> bool:
+    """Tell whether an answer served the program alone: a title or a topic.
+
+    Its call offers no tools, where another of the session does. Its prompt has no answer. No line of it is in a later
+    message, as a summary's or a plan's are: it cannot have moved the reward.
+    """
+    node = nodes[index]
+    while node.parent is not None:
+        node = nodes[node.parent]
+        if isinstance(node.message, AssistantMessage):
+            return False
+    if node.tools or not any(each.tools for each in nodes):
+        return False
+    lines = [line.strip() for line in content_text(nodes[index].message.content).splitlines() if line.strip()]
+    later = [content_text(each.message.content) for each in nodes[index + 1 :] if not each.sampled]
+    return not any(line in text for line in lines for text in later)
 
 
 def _valid(text: str) -> str:

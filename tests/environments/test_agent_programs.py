@@ -157,13 +157,14 @@ def installed(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -
 
 # The program reads, edits and ends, and the task is solved. Each prompt extends the tokens before it, so all turns that
 # have tools are one sample. Its tokens are those that the node saw, and those that it sampled are trained, once, with
-# their logprobs. A side call, such as for a title, is a sample of its own.
+# their logprobs. A side call, such as for a title, is marked, and is a sample of its own.
 @pytest.mark.parametrize("installed", AGENTS, indirect=True)
 def test_its_tokens_are_those_that_the_node_sampled(tmp_path: Path, model: Path, installed: str) -> None:
     reply, samples, turns = asyncio.run(play_scripted(installed, tmp_path, model, AGENTS[installed][2]))
     assert reply.failure is None and reply.reward == 1.0, reply
     main = [(prompt, ids) for prompt, ids, works in turns if works]
     assert len(main) == 3 and len(samples) == 1 + len(turns) - len(main)
+    assert sum(turn.on_side for turn in reply.turns) == len(turns) - len(main)
     sample = max(samples, key=lambda each: len(ints(each.input_ids)))
     seen = main[-1][0] + main[-1][1]
     assert ints(sample.input_ids).tolist() == seen

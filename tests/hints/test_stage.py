@@ -355,8 +355,10 @@ def test_the_control_arm_gives_hints_that_belong_elsewhere(mode):
 # -- groups without advantage ----------------------------------------------------------------------------------------
 
 
-def finished(*rewards: float, cut: tuple[int, ...] = (), route: str = "add", **settings: Any) -> FinishedGroup:
-    """A group whose first rollout has a hinted turn; those in `cut` ended at a limit."""
+def finished(
+    *rewards: float, cut: tuple[int, ...] = (), on_side: int | None = None, route: str = "add", **settings: Any
+) -> FinishedGroup:
+    """A group whose first rollout has a hinted turn; those in `cut` ended at a limit, `on_side` is all side calls."""
     rollouts = [
         play("tiny", "Add.", [WRONG, LAST] if n == 0 else [LAST], rollout_id=f"g000003-{n}", reward=reward)
         for n, reward in enumerate(rewards)
@@ -366,7 +368,14 @@ def finished(*rewards: float, cut: tuple[int, ...] = (), route: str = "add", **s
         {"source": [{"name": "s", "taskset": {"id": "x"}}], "hints": {}} | settings
     )
     ended = [
-        (msgspec.structs.replace(each.rollout, truncated=number in cut), each.samples)
+        (
+            msgspec.structs.replace(
+                each.rollout,
+                truncated=number in cut,
+                turns=[msgspec.structs.replace(turn, on_side=number == on_side) for turn in each.rollout.turns],
+            ),
+            each.samples,
+        )
         for number, each in enumerate(done)
     ]
     return score_group(PLAN, ended, config, ChannelsConfig(sdpo={"route": route}))
@@ -409,6 +418,12 @@ def test_rollouts_that_were_cut_short_may_be_left_out_of_channel_1():
     assert floats(whole.advantages).max() == pytest.approx(2 / 3)
     assert (totals(group.samples).samples, totals(group.samples).distilled_turns) == (1, 1)
     assert all(sample.num_trained for sample in finished(0.0, 1.0, cut=(0,)).samples)
+
+
+def test_calls_on_the_side_are_trained_on_demand_only():
+    # The rollout still counts for the advantages of its siblings.
+    assert [sample.num_trained > 0 for sample in finished(0.0, 1.0, 0.0, on_side=1).samples] == [True, True]
+    assert len(finished(0.0, 1.0, 0.0, on_side=1, train_side_calls=True).samples) == 3
 
 
 def test_a_group_of_rollouts_that_were_cut_short_is_one_without_advantage():

@@ -26,7 +26,7 @@ from composer_prime.cli.agent_dialects import completion_request, of_path
 from composer_prime.errors import RequestError
 from orchestrator.chat_renderer import build_renderer
 from orchestrator.workers.dialects import answer_in, as_functions, install
-from orchestrator.workers.verifiers_adapter import GatewayClient, install_renderer
+from orchestrator.workers.verifiers_adapter import GatewayClient, install_renderer, played_messages
 from tests.scripted_node import POLICY
 
 PATHS = ("/v1/messages", "/v1/responses", "/v1/chat/completions")
@@ -174,6 +174,27 @@ async def test_a_prompt_beyond_the_context_is_refused_with_its_parts(path):
         reply = await client.post(path, json=body)
     told = [int(number) for number in re.findall(r"\d+", reply.json()["error"]["message"])]
     assert reply.status_code == 400 and told == [whole, 64, bare - history, whole - bare, history]
+
+
+# A call on the side has no tools where another has, no answer before it, and no line that comes back: a title is one. A
+# plan that is carried out and a last word without tools are not, nor is anything where no call has tools.
+@pytest.mark.process
+async def test_calls_on_the_side_are_marked():
+    tool = {"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}
+    async with worker_door(POLICY) as (client, trace):
+
+        async def ask(*messages: tuple[str, str], tools: bool = False) -> str:
+            listed = [{"role": role, "content": content} for role, content in messages]
+            body = {"messages": listed} | ({"tools": [tool]} if tools else {})
+            return (await client.post(CHAT, json=body)).json()["choices"][0]["message"]["content"]
+
+        await ask(("user", "Give it a title."))
+        assert not any(each.on_side for each in played_messages([trace]))
+        plan = await ask(("user", "Plan it."))
+        done = await ask(("user", f"Do so: {plan}"), tools=True)
+        await ask(("user", f"Do so: {plan}"), ("assistant", done), ("user", "Sum up."))
+    asked = [each for each in played_messages([trace]) if each.call is not None]
+    assert [each.on_side for each in asked] == [True, False, False, False]
 
 
 def test_serve_keeps_no_conversation():
