@@ -222,7 +222,7 @@ def _outcome(trace: vf.Trace, result: ProgramResult, max_context: int) -> Progra
     said = f"{result.stderr}\n{result.stdout}"  # Many programs say on stdout what is wrong.
     if not trace.calls:
         said += f"\nIt never asked the policy, whose context has {max_context} tokens"
-    return ProgramResult(exit_code=result.exit_code or int(error is not None), stdout="", stderr=said)
+    return ProgramResult(exit_code=result.exit_code or 1, stdout="", stderr=said)
 
 
 __all__ = ["NativeAgent"]

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from code_tasks_made import STUB, make_folder
+from code_tasks_made import STUB, make_folder, make_task
 from transformers import AutoTokenizer
 
 from composer_prime.config import Config
@@ -24,6 +24,7 @@ from composer_prime.wire.node_messages import Generate, Sampled
 from composer_prime.wire.types import Sample, VersionSpan, flags, floats, ints, pack_floats, pack_ints
 from orchestrator.coding.native import PACKAGES
 from orchestrator.coding.sandbox.box import open_box
+from orchestrator.coding.task import CodeTask
 from orchestrator.gateway import Gateway
 from orchestrator.rollouts.groups import GroupPlan
 from orchestrator.rollouts.rollout import Permits, RolloutRunner, compile_rollout
@@ -66,14 +67,14 @@ def model(tmp_path: Path) -> Iterator[Path]:
     yield folder
 
 
-def configuration(agent: str, model: Path, tasks: Path, context: int) -> Config:
+def configuration(agent: str, model: Path, tasks: Path, context: int, settings: dict[str, Any]) -> Config:
     """The recipe of the documentation: the program's packages are for its own sandbox only, not for grading."""
     harness, packages, _ = AGENTS[agent]
     taskset = {"id": "orchestrator.coding.code", "folder": str(tasks), "split": "all", "instruction": ""}
     source = {
         "name": "code",
         "taskset": {**taskset, "runtime": {"type": "bubblewrap"}},
-        "harness": harness or {"id": "orchestrator.coding.native", "program": agent},
+        "harness": harness or {"id": "orchestrator.coding.native", "program": agent, **settings},
         "runtime": {"type": "bubblewrap", "packages": packages, "limits": {"memory_gb": 4.0, "processes": 512}},
         "timeout_s": 500.0,
     }
@@ -87,12 +88,14 @@ def configuration(agent: str, model: Path, tasks: Path, context: int) -> Config:
     )
 
 
-async def play(config: Config, gateway: Gateway, pool: WorkerPool) -> tuple[RolloutReply, list[Sample]]:
+async def play(
+    config: Config, gateway: Gateway, pool: WorkerPool, task_index: int
+) -> tuple[RolloutReply, list[Sample]]:
     """One rollout as a run plays it, and the samples that a trainer would get."""
     runner = RolloutRunner(
         config=config.orchestrator, gateway=gateway, pools={"code": pool}, permits=Permits(1), seed=0
     )
-    plan = GroupPlan(group=0, source="code", task_index=0, seed=0, size=1)
+    plan = GroupPlan(group=task_index, source="code", task_index=task_index, seed=0, size=1)
     reply, records = await runner.run("code", runner.training_request(plan, 0, 0), order=0)
     return reply, compile_rollout(plan, reply, records)
 
@@ -102,9 +105,9 @@ Turn = tuple[list[int], list[int], bool]
 
 
 async def play_scripted(
-    agent: str, folder: Path, model: Path, script: list[str], context: int = CONTEXT
-) -> tuple[RolloutReply, list[Sample], list[Turn]]:
-    """Play the task with a policy that says the next text of `script` wherever it is offered tools."""
+    agent: str, folder: Path, model: Path, script: list[str], *tasks: CodeTask, context: int = CONTEXT, **settings: Any
+) -> tuple[list[tuple[RolloutReply, list[Sample]]], list[Turn]]:
+    """Play the tasks with a policy that says the next text of `script` wherever it is offered tools."""
     tokenizer: Any = AutoTokenizer.from_pretrained(POLICY)
     turns: list[Turn] = []
     left = iter(script)
@@ -124,18 +127,19 @@ async def play_scripted(
             finish_reason="stop",
         )
 
-    config, keys = configuration(agent, model, make_folder(folder / "tasks"), context), RunKeys.create(folder / "keys")
+    made, keys = make_folder(folder / "tasks", *tasks), RunKeys.create(folder / "keys")
+    config = configuration(agent, model, made, context, settings)
     gateway = Gateway(config, keys, "run", WeightStore(folder / "weights"), model_dir=model)
     spec = source_spec(config.orchestrator.source[0], config, model)
     pool = WorkerPool(spec, workers=1, start_timeout_s=600.0, log_dir=folder / "logs")
     try:
         await asyncio.gather(gateway.start(), pool.start())
         async with PeerNode(gateway.node_endpoint, keys.client("node"), "node-0", answer=answer):
-            reply, samples = await play(config, gateway, pool)
+            played = [await play(config, gateway, pool, index) for index in range(len(tasks) or 1)]
     finally:
         await pool.close()
         await gateway.close()
-    return reply, samples, turns
+    return played, turns
 
 
 @pytest.fixture
@@ -160,7 +164,7 @@ def installed(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -
 # their logprobs. A side call, such as for a title, is marked, and is a sample of its own.
 @pytest.mark.parametrize("installed", AGENTS, indirect=True)
 def test_its_tokens_are_those_that_the_node_sampled(tmp_path: Path, model: Path, installed: str) -> None:
-    reply, samples, turns = asyncio.run(play_scripted(installed, tmp_path, model, AGENTS[installed][2]))
+    [(reply, samples)], turns = asyncio.run(play_scripted(installed, tmp_path, model, AGENTS[installed][2]))
     assert reply.failure is None and reply.reward == 1.0, reply
     main = [(prompt, ids) for prompt, ids, works in turns if works]
     assert len(main) == 3 and len(samples) == 1 + len(turns) - len(main)
@@ -181,7 +185,7 @@ def test_its_tokens_are_those_that_the_node_sampled(tmp_path: Path, model: Path,
 # A policy that says it is done earns nothing: what the program does by itself solves no task.
 @pytest.mark.parametrize("installed", ["claude_code", "codex", "opencode", "qwen_code"], indirect=True)
 def test_a_policy_that_does_nothing_earns_nothing(tmp_path: Path, model: Path, installed: str) -> None:
-    reply, _, _ = asyncio.run(play_scripted(installed, tmp_path, model, []))
+    [(reply, _)], _ = asyncio.run(play_scripted(installed, tmp_path, model, []))
     assert reply.failure is None and reply.reward == 0.0, reply
 
 
@@ -189,7 +193,49 @@ def test_a_policy_that_does_nothing_earns_nothing(tmp_path: Path, model: Path, i
 # OpenCode would compact its empty history, and ask again.
 @pytest.mark.parametrize("installed", ["claude_code", "codex", "opencode", "qwen_code"], indirect=True)
 def test_a_context_that_is_too_small_is_named(tmp_path: Path, model: Path, installed: str) -> None:
-    reply, _, turns = asyncio.run(play_scripted(installed, tmp_path, model, [], context=8192))
+    [(reply, _)], turns = asyncio.run(play_scripted(installed, tmp_path, model, [], context=8192))
     assert reply.failure is not None and reply.failure.kind == "context_overflow" and not reply.failure.retryable
     assert re.search(r"\(8192\); its tokens are \d+ of system, \d+ of tools, \d+ of history", reply.failure.message)
     assert len(turns) < 30
+
+
+MARK = "31415.9"
+ASK = """
+import json, os, socket, subprocess, sys, urllib.request
+def ask(url=os.environ["OPENAI_BASE_URL"]):
+    tool = {"type": "function", "function": {"name": "f"}}
+    body = {"messages": [{"role": "user", "content": "Go."}], "tools": [tool]}
+    headers = {"Authorization": "Bearer " + os.environ["OPENAI_API_KEY"]}
+    request = urllib.request.Request(url + "/chat/completions", json.dumps(body).encode(), headers)
+    return urllib.request.urlopen(request).read()
+"""
+IN_PYTHON = (
+    "require('child_process').execFileSync('python', ['/work/program.py'], { stdio: 'inherit' }); process.exit(0)"
+)
+WAYS: dict[str, tuple[str, str, str]] = {
+    "asks nobody": ("print('Hello.')", "harness", "Hello.*It never asked the policy"),
+    "asks for ever": ("while True:\n  try: ask()\n  except OSError: pass", "", "max_turns"),
+    "waits for a key": ("ask(); input()", "", "exit_1"),
+    "asks another": ("ask('http://127.0.0.1:9/v1')", "harness", "It never asked the policy"),
+    "leaves a process": (f"ask(); subprocess.Popen(['sleep', '{MARK}'])", "", "agent_completed"),
+    "goes out": ("ask()\nfor host in ('1.1.1.1', '2606:4700::1111', 'example.com'):\n"
+                 "  try: socket.create_connection((host, 80), 5)\n  except OSError: continue\n  sys.exit(9)",
+                 "", "agent_completed"),
+}  # fmt: skip
+"""What a program does, and its end: the failure's kind and words, or no failure and the stop reason."""
+
+
+# A program may do anything: its end has a name, its processes end with it, and no address but the policy's answers.
+@pytest.mark.parametrize("installed", ["qwen_code"], indirect=True)
+def test_the_end_of_a_program_that_does_otherwise_has_a_name(tmp_path: Path, model: Path, installed: str) -> None:
+    files = {"program.js": IN_PYTHON}
+    tasks = [make_task(id=name, start={**files, "program.py": ASK + text}) for name, (text, _, _) in WAYS.items()]
+    settings = {"env": {"NODE_OPTIONS": "--require=/work/program.js"}, "max_turns": 3}
+    played, _ = asyncio.run(play_scripted(installed, tmp_path, model, [], *tasks, **settings))
+    ends = {reply.task_id.removeprefix("code/"): (reply.failure, reply.stop_reason) for reply, _ in played}
+    for name, (_, kind, end) in WAYS.items():
+        failure, reason = ends[name]
+        assert (failure.kind if failure else "") == kind, ends
+        assert re.search(end, failure.message if failure else str(reason), re.DOTALL), (name, ends)
+    left = [path for path in Path("/proc").glob("[0-9]*/cmdline") if MARK.encode() in path.read_bytes()]
+    assert not left

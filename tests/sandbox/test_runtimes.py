@@ -16,7 +16,7 @@ from composer_prime.config.sandbox import RuntimeConfig
 from composer_prime.errors import ConfigError, SandboxError
 from orchestrator.coding.sandbox.box import box_class, open_box
 from orchestrator.coding.sandbox.isolation import seccomp_filter
-from orchestrator.coding.sandbox.python_image import _remove_unused, python_image
+from orchestrator.coding.sandbox.python_image import _install_programs, _remove_unused, python_image
 from tests.sandbox.boxes import SMALL, need_bubblewrap
 
 
@@ -68,6 +68,28 @@ def test_a_missing_package_is_named() -> None:
         SandboxError, match="'no-such-package', which is not installed: `uv pip install no-such-package`"
     ):
         python_image(("no-such-package",))
+
+
+# Claim: Node missing or too old, and a package that npm cannot install, are named with what is needed.
+@pytest.mark.process
+@pytest.mark.parametrize(
+    ("scripts", "named"),
+    [
+        ({}, "no-such-agent needs Node 20 or newer with npm, which are not on the PATH"),
+        (
+            {"npm": "exit 1", "node": "echo /bin/sh 18.19.1"},
+            "no-such-agent needs Node 20 or newer; /bin/sh is Node 18.19",
+        ),
+        ({"npm": "echo E404 >&2; exit 1", "node": "echo /bin/sh 22.1.0"}, "npm could not install no-such-agent: E404"),
+    ],
+)
+def test_a_program_that_cannot_be_installed_is_named(tmp_path: Path, monkeypatch, scripts, named) -> None:
+    for name, script in scripts.items():
+        (tmp_path / name).write_text(f"#!/bin/sh\n{script}\n")
+        (tmp_path / name).chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(SandboxError, match=named):
+        _install_programs(["no-such-agent"], tmp_path / "image")
 
 
 # Claim: images that nobody used for a month are removed, and those in use stay.

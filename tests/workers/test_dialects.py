@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
 from collections.abc import AsyncIterator
@@ -195,6 +196,29 @@ async def test_calls_on_the_side_are_marked():
         await ask(("user", f"Do so: {plan}"), ("assistant", done), ("user", "Sum up."))
     asked = [each for each in played_messages([trace]) if each.call is not None]
     assert [each.on_side for each in asked] == [True, False, False, False]
+
+
+# A client that drops its stream and asks again gets the answer that was sampled for it. Two conversations with one key
+# are two branches; another key is refused.
+@pytest.mark.process
+@pytest.mark.parametrize("path", PATHS)
+async def test_dropped_streams_and_shared_keys_lose_no_turn(path, model_path):
+    def body(text: str) -> dict[str, Any]:
+        talk = {"input": text} if path == RESPONSES else {"messages": [{"role": "user", "content": text}]}
+        return talk | {"stream": True, "max_tokens": 9}
+
+    async with worker_door(model_path, delay_s=0.3) as (client, trace):
+        with pytest.raises(httpx.ReadTimeout):
+            await client.post(path, json=body("Go."), timeout=0.1)
+        again, other = await asyncio.gather(
+            client.post(path, json=body("Go."), headers={"x-stainless-retry-count": "1"}),
+            client.post(path, json=body("Come.")),
+        )
+        assert (again.status_code, other.status_code) == (200, 200) and again.text != other.text
+        assert trace.num_turns == len(trace.branches) == 2
+        wrong = {"Authorization": "Bearer none", "x-api-key": "none"}
+        refused = await client.post(path, json=body("Go."), headers=wrong)
+        assert refused.status_code == 401 and "unauthorized" in refused.json()["error"]["message"]
 
 
 def test_serve_keeps_no_conversation():

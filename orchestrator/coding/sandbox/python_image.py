@@ -39,6 +39,8 @@ INIT_SOURCE = Path(__file__).with_name("box_init.py")
 NPM = "npm:"
 """Begins the name of a package of npm's; npm:node is Node alone, this machine's."""
 _NPM_S = 500.0
+_OLDEST_NODE = 20
+_NODE = f"Node {_OLDEST_NODE} or newer"
 _UNUSED_S = 30 * 86_400.0
 _LEFT_OUT = {"test", "idlelib", "ensurepip", "site-packages", "dist-packages", "tkinter", "turtledemo", "lib2to3"}
 _ACCOUNTS = {
@@ -142,17 +144,19 @@ def _install_programs(programs: Sequence[str], folder: Path) -> None:
     packages = [name for name in programs if name != "node"]
     if programs and (node is None or (packages and npm is None)):
         raise SandboxError(
-            f"{', '.join(programs)} needs Node 20 or newer with npm, which are not on the PATH: install them "
+            f"{', '.join(programs)} needs {_NODE} with npm, which are not on the PATH: install them "
             "(nodejs.org, or your system's packages nodejs and npm), or choose another harness"
         )
     if not programs or node is None:
         return
     words = ["--prefix", str(folder), "--ignore-scripts", "--no-audit", "--no-fund", "--omit=dev", *packages]
+    asked = [node, "-p", "process.execPath + ' ' + process.versions.node"]
     try:
-        path = subprocess.run(
-            [node, "-p", "process.execPath"], capture_output=True, text=True, timeout=_NPM_S, check=True
-        )
-        shutil.copy(path.stdout.strip(), folder / "node_modules/.bin/node")
+        answer = subprocess.run(asked, capture_output=True, text=True, timeout=_NPM_S, check=True)
+        path, _, version = answer.stdout.strip().rpartition(" ")
+        if int(version.partition(".")[0]) < _OLDEST_NODE:
+            raise SandboxError(f"{', '.join(programs)} needs {_NODE}; {path} is Node {version}: install a newer one")
+        shutil.copy(path, folder / "node_modules/.bin/node")
         if packages:
             subprocess.run(["npm", "install", *words], capture_output=True, text=True, timeout=_NPM_S, check=True)
     except (subprocess.SubprocessError, OSError) as error:
