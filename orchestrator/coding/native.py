@@ -37,6 +37,7 @@ _SIGNALLED = 128
 _LOOK_S, _IDLE_S, _LEAVE_S = 2.0, 60.0, 10.0
 """Between two looks at a rollout, without a call after a refused one, and for a program to leave once it is over."""
 _ASKS_ON = "the program went on after its rollout was over, and was ended"
+_SAID_CHARS = 1500
 HOME = "/tmp/home"
 PROVIDER = "composer"
 PACKAGES = {
@@ -219,7 +220,7 @@ def _outcome(trace: vf.Trace, result: ProgramResult, max_context: int) -> Progra
         if refusal or result.exit_code:
             trace.stop(refusal or f"exit_{result.exit_code}")
         return result
-    said = f"{result.stderr}\n{result.stdout}"  # Many programs say on stdout what is wrong.
+    said = f"{result.stderr}\n{result.stdout}".rstrip()[-_SAID_CHARS:]  # Many say on stdout what is wrong.
     if not trace.calls:
         said += f"\nIt never asked the policy, whose context has {max_context} tokens"
     return ProgramResult(exit_code=result.exit_code or 1, stdout="", stderr=said)

@@ -12,12 +12,16 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from code_tasks_made import STUB, make_folder, make_task
-from transformers import AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from composer_prime.channels.policy import PolicyConfig, PolicyTerm
+from composer_prime.cli.served_model import serve_with_workers
 from composer_prime.config import Config
 from composer_prime.config.sandbox import RuntimeConfig
 from composer_prime.errors import SandboxError
+from composer_prime.packing.pack import pack
 from composer_prime.run.keys import RunKeys
 from composer_prime.run.weights import WeightStore
 from composer_prime.wire.node_messages import Generate, Sampled
@@ -32,6 +36,8 @@ from orchestrator.tasks import source_spec
 from orchestrator.workers.pool import RolloutReply, WorkerPool
 from tests.gateway.node_peer import PeerNode
 from tests.scripted_node import POLICY, call
+from trainer.data import checked_row, unpack
+from trainer.model.policy_model import Policy
 
 pytestmark = [pytest.mark.process, pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -197,6 +203,29 @@ def test_a_context_that_is_too_small_is_named(tmp_path: Path, model: Path, insta
     assert reply.failure is not None and reply.failure.kind == "context_overflow" and not reply.failure.retryable
     assert re.search(r"\(8192\); its tokens are \d+ of system, \d+ of tools, \d+ of history", reply.failure.message)
     assert len(turns) < 30
+
+
+# The local engine samples for Claude Code with a short tool list. The trainer's own model gives the recorded tokens the
+# recorded logprobs, to two millionths of their size, both in float32.
+@pytest.mark.parametrize("installed", ["claude_code"], indirect=True)
+async def test_the_trainer_gives_sampled_tokens_their_logprobs(tmp_path: Path, model: Path, installed: str) -> None:
+    settings = {"args": ["--tools", "Bash", "--system-prompt", "You are a programmer."]}
+    tasks = make_folder(tmp_path / "tasks", *(make_task(id=f"task-{number}") for number in range(3)))
+    config = configuration(installed, model, tasks, CONTEXT, settings)
+    async with serve_with_workers(config, tmp_path / "run") as (gateway, pools):
+        played = [await play(config, gateway, pools["code"], index) for index in range(3)]
+    assert [reply.failure for reply, _ in played] == [None] * 3
+    samples = [sample for _, samples in played for sample in samples]
+    (batches,) = pack(samples, (), run_id="r", step=1, world_size=1, max_tokens=CONTEXT)
+    lm = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32, attn_implementation="composer_packed")
+    policy = Policy(lm, "composer_packed")
+    for batch in batches:
+        row = unpack(checked_row(batch, policy.vocabulary), [PolicyTerm(PolicyConfig(), 64)], torch.device("cpu"))
+        with torch.no_grad():
+            scored = policy(row).logprobs_R
+        recorded = row.terms["policy"].arrays["sampler_logprobs"]
+        assert len(scored) == len(recorded) > 0
+        torch.testing.assert_close(scored, recorded, rtol=2e-6, atol=0.0)
 
 
 MARK = "31415.9"
