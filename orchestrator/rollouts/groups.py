@@ -230,14 +230,18 @@ def _with_advantages(
             result.append((rollout, []))
             continue
         advantage = next(following)
-        on_side = {turn.turn for turn in rollout.turns if turn.on_side and not config.train_side_calls}
-        samples = [sample for sample in samples if any(span.turn not in on_side for span in sample.turns)]
+        samples = samples if config.train_side_calls else _without_side_calls(rollout, samples)
         if rollout.truncated and not config.train_truncated:
             samples = _hinted_only(samples)
         else:
             samples = [with_advantage(sample, advantage) for sample in samples]
         result.append((msgspec.structs.replace(rollout, advantage=advantage), samples))
     return result
+
+
+def _without_side_calls(rollout: FinishedRollout, samples: list[Sample]) -> list[Sample]:
+    on_side = {turn.turn for turn in rollout.turns if turn.on_side}
+    return [sample for sample in samples if any(span.turn not in on_side for span in sample.turns)]
 
 
 def _routed(rollout: FinishedRollout, samples: list[Sample]) -> list[Sample]:

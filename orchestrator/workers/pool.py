@@ -155,12 +155,10 @@ class PlayedMessage(msgspec.Struct, frozen=True, kw_only=True):
     """Index of the preceding message in `turns`; None for the first. Two turns with one parent are a branch."""
     tool_calls: list[ToolCall] = []
     reasoning: str | None = None
-    on_side: bool = False
-    """Sampled turns: a call on the side, such as for a title; the documentation of native agents has the rule."""
 
 
 class MessageRecord(PlayedMessage, frozen=True, kw_only=True):
-    """A message, and what the orchestrator adds to sampled turns."""
+    """A message, and what its session and the orchestrator add to sampled turns."""
 
     turn: int | None = None
     """Its number in TurnSpan and HintedTurn."""
@@ -170,6 +168,8 @@ class MessageRecord(PlayedMessage, frozen=True, kw_only=True):
     """Mean of -log p of its tokens, in nats: an unbiased estimate of the sampling distribution's entropy a token."""
     tokens: list[tuple[int, float]] = []
     """With orchestrator.record_tokens: those sampled, with log-probabilities, too old ones included."""
+    on_side: bool = False
+    """Sampled turns: a call on the side, such as for a title; the documentation of native agents has the rule."""
     hint: str | None = None
     """SDPO's before a turn that went wrong; `error` then is the kind of error."""
 
