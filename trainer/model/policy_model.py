@@ -11,6 +11,8 @@ How a branch sees the runs above it:
     flash_attention_2    the same keys as a sequence of its own, longer than the queries'
     windows, dropout     blocks of queries, each with a mask over the keys it can see
 
+Recurrent layers (linear attention, Mamba) start anew at each document, and share no beginnings.
+
 `SelfTeacher` reads under other weights before a step trains. A teacher (SDPO, arXiv 2601.20802) is the policy itself
 (`live`), the start (`frozen`), or `ema`: theta_T += rate * (theta - theta_T) after each step.
 The reference of the KL penalty is the start or an average; the start scores pairs.
@@ -23,6 +25,7 @@ to the last bit. No backward pass may be under way meanwhile.
 from __future__ import annotations
 
 import hashlib
+import inspect
 import json
 import logging
 import math
@@ -75,11 +78,15 @@ class Policy(nn.Module):
         self.lm = lm
         self.attention = attention
         self.adapted = adapted
+        recurrent = recurrent_layers(lm)
+        self.is_recurrent = bool(recurrent)
+        for layer in recurrent:
+            layer.forward = partial(_restart, layer.forward)
 
     @property
     def shares_prefixes(self) -> bool:
-        """Tell whether this attention can compute a common beginning of documents once."""
-        return self.attention in SHARING
+        """Tell whether this model can compute a common beginning of documents once."""
+        return self.attention in SHARING and not self.is_recurrent
 
     @property
     def vocabulary(self) -> int:
@@ -111,12 +118,13 @@ class Policy(nn.Module):
         return head_of(self.lm).copied()
 
     def _hidden(self, reading: Reading) -> Tensor:
+        borders = {"packed_trees": reading.trees} if self.is_recurrent else {}
         return self.lm.base_model(
             input_ids=reading.input_ids,
             position_ids=reading.position_ids,
             attention_mask=self._masks(reading) if self.attention == "eager" else None,
             use_cache=False,
-            **packing_arguments(self.attention, reading.trees, reading.input_ids.device),
+            **borders | packing_arguments(self.attention, reading.trees, reading.input_ids.device),
         ).last_hidden_state[0]
 
     def _masks(self, reading: Reading) -> Tensor | dict[str, Tensor] | None:
@@ -129,6 +137,22 @@ class Policy(nn.Module):
             past_key_values=None,
             position_ids=reading.position_ids,
         )
+
+
+def recurrent_layers(lm: nn.Module) -> list[nn.Module]:
+    """Return the layers whose state runs along a row: to these transformers hands a cache as `cache_params`."""
+    return [layer for layer in lm.modules() if "cache_params" in inspect.signature(layer.forward).parameters]
+
+
+def _restart(
+    forward: Callable[..., Tensor], hidden_states: Tensor, *, packed_trees: tuple[Tree, ...] | None = None,
+    **options: Any,
+) -> Tensor:  # fmt: skip
+    """Run a recurrent layer's `forward` over each document of `hidden_states` [1, N, H] alone."""
+    if packed_trees is None:
+        return forward(hidden_states, **options)
+    documents = hidden_states.split([tree.tokens for tree in packed_trees], dim=1)
+    return torch.cat([forward(document) for document in documents], dim=1)
 
 
 def attention_name(setting: str, device_type: str, compute_dtype: torch.dtype) -> str:
@@ -187,7 +211,7 @@ def _runs(trees: tuple[Tree, ...]) -> tuple[list[np.ndarray], list[np.ndarray]]:
 
 def flash_attention(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *args: Any, packed_keys: Tensor | None = None,
-    **options: Any,
+    packed_trees: object = None, **options: Any,
 ) -> tuple[Tensor, None]:  # fmt: skip
     """Attend; `packed_keys`, int64 [K], are the tokens that each run sees, run by run. None: its own.
 
