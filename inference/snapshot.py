@@ -155,7 +155,8 @@ class Snapshot(Mapping[str, torch.Tensor]):
 class AdaptedSnapshot(Snapshot):
     """The tensors of a model folder plus low-rank updates: W + scale * B A, in float64, then in the version's type.
 
-    A tensor's blocks are always the same ones, so that every look-up rounds the same.
+    A whole tensor among the factors takes the place of the folder's. A tensor's blocks are always the same ones, so that
+    every look-up rounds the same.
     """
 
     def __init__(self, base: Snapshot, factors: Snapshot, manifest: Manifest) -> None:
@@ -178,6 +179,9 @@ class AdaptedSnapshot(Snapshot):
         return torch.cat([values for _, values in self.blocks(name)]).reshape(self.shapes[name])
 
     def blocks(self, name: str, elements: int = 0) -> Iterator[tuple[int, torch.Tensor]]:
+        if name in self._factors:
+            yield from self._factors.blocks(name)
+            return
         if f"{name}.lora_A" not in self._factors:
             yield from ((start, values.to(self._dtype)) for start, values in super().blocks(name))
             return
@@ -191,6 +195,8 @@ class AdaptedSnapshot(Snapshot):
 
 
 def _fits(factor: str, shape: tuple[int, ...], base: Snapshot, factors: Snapshot) -> bool:
+    if factor in base:
+        return base.shapes[factor] == shape
     name, _, side = factor.rpartition(".lora_")
     other = {"A": "B", "B": "A"}.get(side)
     whole, partner = base.shapes.get(name), factors.shapes.get(f"{name}.lora_{other}")

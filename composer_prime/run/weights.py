@@ -82,12 +82,12 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, tag="weights"):
     kind: str
     """anchor (whole), delta (what differs from an anchor), or adapters (low-rank factors)."""
     dtype: str
-    """Of the version's tensors."""
+    """Of the version's tensors, but for a router's frozen bias: float32."""
     chunks: list[ChunkRef]
     """The file of the tensors, of the anchor, or of the factors: NAME.lora_A [rank, in], NAME.lora_B [out, rank],
-    float32."""
+    float32, beside what the adapters' model never trains."""
     tensors: dict[str, str]
-    """By parameter name of the Hugging Face model: `word_sum` of its values, hexadecimal. Empty with adapters."""
+    """By name in the model folder: `word_sum` of its values, hexadecimal. Empty with adapters."""
     canary: Canary
     adapter_scale: float = 1.0
     """With adapters: tensor NAME is that of the model folder + adapter_scale * B A, computed in float64."""

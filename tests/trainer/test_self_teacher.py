@@ -13,7 +13,7 @@ from trainer.model.build import build_policy
 from trainer.model.policy_model import ReferenceLogprobs, SelfTeacher, WeightSnapshot
 from trainer.optim import build_optimizer
 from trainer.train import train_step
-from trainer.weights.publish import whole_parameters
+from trainer.weights.publish import whole_tensors
 
 
 def setup(model_folder, tmp_path, world, **trainer):
@@ -25,8 +25,8 @@ def setup(model_folder, tmp_path, world, **trainer):
 def copy_of(policy, world) -> AutoModelForCausalLM:
     """A plain transformers model with the policy's weights."""
     lm = AutoModelForCausalLM.from_config(policy.lm.config, attn_implementation="sdpa")
-    wholes = whole_parameters(policy, world, torch.float32)
-    lm.load_state_dict({name: value.clone() for name, value in wholes}, strict=False)
+    wholes = whole_tensors(policy, world, torch.float32)
+    lm.load_state_dict({name: value.clone() for name, value, _ in wholes}, strict=False)
     lm.tie_weights()
     return lm.eval()
 

@@ -20,6 +20,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from accelerate import init_empty_weights
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
@@ -56,7 +57,7 @@ def build_policy(config: Config, folder: Path, world: World) -> Policy:
     policy.lm.tie_weights()
     for name, buffer in policy.named_buffers():
         buffer.copy_(buffers[name])
-    load = functools.partial(_whole_state, config, folder, attention, policy)
+    load = functools.partial(_whole_state, config, folder, attention)
     state, unreached = first_alone(world, "training", "the model that rank 0 loads", load) or ({}, [])
     _scatter(policy, state, world)
     frozen = set(gather_texts("\n".join(unreached))[0].splitlines())
@@ -140,8 +141,8 @@ def shard_policy(policy: Policy, world: World) -> None:
             module.set_force_sum_reduction_for_comms(True)
 
 
-def _whole_state(config: Config, folder: Path, attention: str, policy: Policy) -> tuple[dict[str, Tensor], list[str]]:
-    """Return on rank 0 every parameter, and the names of those to freeze. Raises ConfigError."""
+def _whole_state(config: Config, folder: Path, attention: str) -> tuple[dict[str, Tensor], list[str]]:
+    """Return on rank 0 every parameter and stored buffer, and the names of those to freeze. Raises ConfigError."""
     transformers_logging.disable_progress_bar()
     on_cpu = PACKED if attention == PACKED else "eager"
     try:
@@ -151,9 +152,8 @@ def _whole_state(config: Config, folder: Path, attention: str, policy: Policy) -
     except (OSError, ValueError) as error:
         raise ModelNotFoundError(f"model.path: no model can be loaded from {folder}: {error}") from None
     check_packing(lm)
-    _check_buffers(lm, policy.lm)
     _adapt(lm, config)
-    state = {f"lm.{name}": parameter.detach() for name, parameter in lm.named_parameters()}
+    state = {f"lm.{name}": tensor.detach() for name, tensor in [*lm.named_parameters(), *frozen_buffers(lm).items()]}
     return state, [f"lm.{name}" for name in unreached_parameters(lm)]
 
 
@@ -187,20 +187,10 @@ def _leaves(output: Tensor) -> set[int]:
     return leaves
 
 
-def _check_buffers(loaded: PreTrainedModel, built: PreTrainedModel) -> None:
-    """Raises ConfigError for weights in buffers: only parameters are trained and published."""
-    stored, built_buffers = loaded.state_dict().keys(), dict(built.named_buffers())
-    lost = [
-        name
-        for name, buffer in loaded.named_buffers()
-        if name in stored and (name not in built_buffers or not torch.equal(buffer, built_buffers[name].cpu()))
-    ]
-    if lost:
-        raise ConfigError(
-            f"model.path: {type(loaded).__name__} keeps weights in buffers ({', '.join(lost[:3])}, {len(lost)} in "
-            "all), which this trainer neither loads nor publishes. It would need a rule of its own for them (the bias "
-            "of a router follows the load of its experts), in checkpoints and publications too: train another model"
-        )
+def frozen_buffers(lm: PreTrainedModel) -> dict[str, Tensor]:
+    """Return the buffers that a checkpoint has, such as a router's bias: loaded and published, never trained."""
+    stored = lm.state_dict().keys()
+    return {name: buffer for name, buffer in lm.named_buffers() if name in stored}
 
 
 @torch.no_grad()
@@ -210,6 +200,10 @@ def _scatter(policy: Policy, state: dict[str, Tensor], world: World) -> None:
         on_first = state.pop(name).to(world.device) if world.first else None
         whole = torch.empty(parameter.shape, device=world.device) if on_first is None else on_first
         parameter.copy_(distribute_tensor(whole, parameter.device_mesh, parameter.placements))
+    for name, buffer in frozen_buffers(policy.lm).items():
+        if world.first:
+            buffer.copy_(state.pop(f"lm.{name}"))
+        dist.broadcast(buffer, 0)
 
 
 @torch.no_grad()

@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import re
 import shutil
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -34,16 +35,19 @@ from typing import TypeVar
 import numpy as np
 import torch
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+from huggingface_hub import save_torch_state_dict
 from msgspec.structs import replace
+from safetensors import safe_open
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from transformers import AutoTokenizer, PreTrainedModel
-from transformers.core_model_loading import revert_weight_conversion
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key, revert_weight_conversion
 
 from composer_prime.config import Config
 from composer_prime.errors import CheckpointError, ComposerError, CorruptWeightsError, WeightError
-from composer_prime.model_source import tensor_shapes
+from composer_prime.model_source import tensor_shapes, weight_files
 from composer_prime.run.keys import RunKeys
 from composer_prime.run.run_dir import RunDir, write_remedy
 from composer_prime.run.weights import (
@@ -62,7 +66,7 @@ from composer_prime.run.weights import (
 from diloco.streaming import StreamingDiLoCo
 from trainer.data import first_alone, wait_together
 from trainer.model.adapters import factors, merged_parameters
-from trainer.model.build import empty_model
+from trainer.model.build import empty_model, frozen_buffers, read_model_config
 from trainer.model.policy_model import Policy
 from trainer.world import Background, World
 
@@ -106,6 +110,13 @@ class Publisher:
             self._writer = VersionWriter(store, signer, run_id, keep=config.trainer.weights.keep, threads=threads)
             self._plain = plain_model(config, folder)
             self._canary = CanaryScorer(plain_model(config, folder), folder, world.device)
+            parameters = dict(self._plain.named_parameters()) | frozen_buffers(self._plain)
+            stored = revert_weight_conversion(self._plain, dict(parameters))
+            self._stored = stored.keys()
+            """The tensors of a version, under the names of the model folder."""
+            names = {id(tensor): name for name, tensor in stored.items()}
+            self._renamed = {name: names[id(each)] for name, each in parameters.items() if id(each) in names}
+            """Of what is stored whole: the folder's name by the parameter's."""
 
     def publish(self, policy: Policy, step: int, announce: Callable[[int], None] = lambda version: None) -> int:
         """Copy the version of `step`, and write it in the background unless it is there. Return the bytes of tensors.
@@ -126,13 +137,20 @@ class Publisher:
             adapters = factors(policy.lm) if policy.adapted else None  # after the parameters are sharded again
         if not self._world.first:
             return 0
-        only_factors = adapters is not None and tensor_shapes(self._folder).keys() >= self._copies.keys()
-        written = adapters if only_factors and adapters is not None else self._copies
+        written = self._adapters(adapters) or self._copies if adapters else self._copies
         size = sum(tensor.nbytes for tensor in written.values())  # the thread may clear them
         # A GPU may have no room for the canary beside a backward pass.
         canary = self._canary.score(self._copies) if self._world.device.type != "cpu" else None
         self._begin(lambda: self._finish(version, written, canary, announce))
         return size
+
+    def _adapters(self, factors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return `factors` and the frozen buffers under the folder's names; nothing where a node's folder lacks one."""
+        bases = {name: name.rpartition(".")[0] for name in factors}
+        if not (self._renamed.keys() >= {*bases.values()} and tensor_shapes(self._folder).keys() >= self._stored):
+            return {}
+        written = {self._renamed[name]: self._copies[name] for name in frozen_buffers(self._plain)}
+        return written | {self._renamed[base] + name.removeprefix(base): factors[name] for name, base in bases.items()}
 
     def settle(self) -> None:
         """Wait until no publication is under way on rank 0. A collective. Raises what failed there on every rank."""
@@ -143,7 +161,7 @@ class Publisher:
     ) -> None:
         """Score, write and announce a version, on the thread. `written`: factors, or all tensors."""
         tensors = self._copies
-        adapted = [] if written is tensors else [*tensors]
+        adapted = [] if written is tensors else self._stored
         canary = canary or self._canary.score(tensors)
         # some architectures are stored unfused, under other names than their parameters have
         stored = written if adapted else revert_weight_conversion(self._plain, dict(written))
@@ -161,15 +179,16 @@ class Publisher:
             canary=canary,
             adapter_scale=lora.alpha / lora.rank if lora else 1.0,
         )
-        contiguous = {name: tensor.contiguous() for name, tensor in stored.items()}
+        aligned = sorted(stored.items(), key=lambda item: -item[1].element_size())  # as safetensors wants them
+        contiguous = {name: tensor.contiguous() for name, tensor in aligned}
         self._writer.publish(manifest, contiguous, size)
         announce(version)
 
     def _copy(self, policy: Policy) -> None:
-        for name, whole in whole_parameters(policy, self._world, self.dtype):
+        for name, whole, dtype in whole_tensors(policy, self._world, self.dtype):
             if self._world.first:
                 if name not in self._copies:
-                    self._copies[name] = torch.empty(whole.shape, dtype=self.dtype, pin_memory=whole.is_cuda)
+                    self._copies[name] = torch.empty(whole.shape, dtype=dtype, pin_memory=whole.is_cuda)
                 self._copies[name].copy_(whole, non_blocking=True)
         if self._world.device.type == "cuda":
             torch.cuda.synchronize(self._world.device)
@@ -212,11 +231,11 @@ class Publisher:
 
 
 @torch.no_grad()
-def whole_parameters(policy: Policy, world: World, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
-    """Yield every parameter of the plain model, gathered in `dtype`, on its device. A collective.
+def whole_tensors(policy: Policy, world: World, dtype: torch.dtype) -> Iterator[tuple[str, Tensor, torch.dtype]]:
+    """Yield every parameter and frozen buffer of the plain model, on its device, and its published type. A collective.
 
-    Adapters are merged, and tied parameters are there once. One CPU rank gets its parameters themselves, in their own
-    type, unless they are merged: read, never write.
+    That is `dtype`, but float32 of buffers. Adapters are merged, and tied parameters are there once. One CPU rank gets
+    its parameters themselves, in their own type, unless they are merged: read, never write.
     """
     for module in policy.modules():
         if isinstance(module, FSDPModule):  # a forward pass without a backward leaves whole parameters
@@ -228,14 +247,27 @@ def whole_parameters(policy: Policy, world: World, dtype: torch.dtype) -> Iterat
             whole = whole.to(dtype)  # Before it travels. On one CPU rank the copy casts.
         if isinstance(whole, DTensor):
             whole = whole.to_local() if world.size == 1 else whole.full_tensor()
-        yield name, whole
+        yield name, whole, dtype
+    for name, buffer in frozen_buffers(policy.lm).items():
+        yield name, buffer, buffer.dtype
 
 
 def plain_model(config: Config, folder: Path) -> PreTrainedModel:
-    """Return the published architecture: no adapters, ordinary attention, parameters on the meta device."""
+    """Return the published architecture: no adapters, ordinary attention, parameters on the meta device.
+
+    Its tensors are converted as transformers converts those of `folder`, so a version has the folder's names. These
+    differ from the parameters' where experts are apart, or text is a part of a model that reads pictures too.
+    """
     trainer = config.trainer.model_copy(update={"lora": None})
     attention = "eager" if config.model.attention == "eager" else "sdpa"
-    return empty_model(folder, attention, config.model_copy(update={"trainer": trainer}))
+    lm = empty_model(folder, attention, config.model_copy(update={"trainer": trainer}))
+    conversions = get_model_conversion_mapping(lm)
+    renamings = [each for each in conversions if isinstance(each, WeightRenaming)]
+    converters = [each for each in conversions if isinstance(each, WeightConverter)]
+    for name in tensor_shapes(folder):
+        rename_source_key(name, renamings, converters)  # It notes which of them the folder uses.
+    vars(lm)["_weight_conversions"] = [each for each in conversions if each.was_used()]
+    return lm
 
 
 class CanaryScorer:
@@ -264,6 +296,8 @@ class CanaryScorer:
     def score(self, tensors: Mapping[str, Tensor]) -> Canary:
         """Return log p(token t+1 | tokens <= t) at temperature 1. `tensors`: by parameter name, tied ones once."""
         self._tensors = tensors
+        for name, buffer in frozen_buffers(self._lm).items():
+            buffer.copy_(tensors[name])
         logits_TV = self._lm(input_ids=self._ids, use_cache=False).logits[0, :-1].float()
         self._tensors = {}
         logprobs_T = logits_TV.log_softmax(-1).gather(1, self._ids[0, 1:, None]).squeeze(1)
@@ -303,8 +337,8 @@ def export(policy: Policy, config: Config, folder: Path, target: Path, world: Wo
     configured chat template takes precedence. A collective; rank 0 writes. Raises CheckpointError when `target` cannot
     be written.
     """
-    wholes = whole_parameters(policy, world, dtype)
-    tensors = {name: whole.to("cpu", dtype).contiguous() for name, whole in wholes if world.first}
+    wholes = whole_tensors(policy, world, dtype)
+    tensors = {name: whole.to("cpu", own).contiguous() for name, whole, own in wholes if world.first}
     write = partial(_write_model, config, folder, target, tensors, dtype)
     first_alone(world, "what follows", f"the model that rank 0 writes to {target}", write)
 
@@ -313,11 +347,12 @@ def _write_model(config: Config, folder: Path, target: Path, tensors: dict[str, 
     unfinished = target.with_name(f".{target.name}.partial")
     try:
         shutil.rmtree(unfinished, ignore_errors=True)
-        lm = plain_model(config, folder)
-        lm.load_state_dict(tensors, strict=False, assign=True)
-        lm.tie_weights()
-        lm.config.dtype = dtype
-        lm.save_pretrained(unfinished)
+        lm, settings = plain_model(config, folder), read_model_config(folder)
+        stored = revert_weight_conversion(lm, tensors)
+        settings.architectures = settings.architectures or [type(lm).__name__]
+        settings.dtype = settings.get_text_config().dtype = dtype
+        settings.save_pretrained(unfinished)
+        save_torch_state_dict(stored | _left_out(lm, folder, stored), unfinished, metadata={"format": "pt"})
         for path in sorted(folder.iterdir()):
             if path.is_file() and path.name != "config.json" and not path.name.endswith(_WEIGHT_FILES):
                 shutil.copyfile(path, unfinished / path.name)
@@ -331,6 +366,17 @@ def _write_model(config: Config, folder: Path, target: Path, tensors: dict[str, 
             f"the final model cannot be written to {target}: {error}; {write_remedy(error)}, "
             "then continue with --resume"
         ) from error
+
+
+def _left_out(lm: PreTrainedModel, folder: Path, stored: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return what `folder` has besides a text model, and `lm` leaves out by design: a vision tower, a draft head."""
+    pattern = re.compile("|".join(lm._keys_to_ignore_on_load_unexpected or ["(?!)"]))
+    left_out = {}
+    for file in weight_files(folder):
+        with safe_open(file, "pt") as tensors:
+            names = [name for name in tensors.keys() if name not in stored and pattern.search(name)]  # noqa: SIM118
+            left_out |= {name: tensors.get_tensor(name) for name in names}
+    return left_out
 
 
 # -- the file of a version ---------------------------------------------------------------------------------------------
@@ -428,7 +474,7 @@ class VersionWriter:
             chunks = self._store.put_stream(safetensors_parts(tensors), self._in_order)
             return replace(manifest, chunks=chunks)
         word = WORDS[manifest.dtype]
-        sums = self._in_order(lambda tensor: f"{word_sum(_raw_bytes(tensor), word):x}", tensors.values())
+        sums = self._in_order(_sum_of, tensors.values())
         manifest = replace(manifest, tensors=dict(zip(tensors, sums, strict=True)))
         anchor, self._anchor = self._anchor, []  # a failure leaves nothing certain
         header = safetensors_header(tensors)
@@ -486,6 +532,10 @@ def safetensors_parts(tensors: Mapping[str, Tensor]) -> Iterator[bytes | memoryv
     yield safetensors_header(tensors)
     for tensor in tensors.values():
         yield _raw_bytes(tensor)
+
+
+def _sum_of(tensor: Tensor) -> str:
+    return f"{word_sum(_raw_bytes(tensor), WORDS[str(tensor.dtype).removeprefix('torch.')]):x}"
 
 
 def _raw_bytes(tensor: Tensor) -> memoryview:
