@@ -89,7 +89,7 @@ class Reference:
 
         A swap keeps the cache of the tokens before it, so the forward goes span by span over one growing cache.
         """
-        tokens, cache, rows = prompt + completion, DynamicCache(), []
+        tokens, cache, rows = prompt + completion, DynamicCache(config=self.model.config), []
         fed = 0
         for span in spans:
             self._load(span.version)

@@ -393,7 +393,7 @@ class Computer:
         self.vocab, self.eos, self.decode = self.model.vocab, self.model.eos, self.model.decode
         self._cache = KvCache()
         self._forward_alone(np.zeros(2), places=torch.arange(2, device=self.model.device))
-        check_supported(self.model.module, len(self._cache.layers))
+        check_supported(self.model.module, len(self._cache.layers.keys() | self._cache.states.keys()))
         capacity = self._capacity()
         self._cache.allocate(capacity, self._context)
         self._max_running = min(self._config.local.max_batch, capacity)
@@ -413,7 +413,7 @@ class Computer:
 
     def _capacity(self) -> int:
         local = self._config.local
-        slot_bytes = self._cache.bytes_per_token * self._context
+        slot_bytes = self._cache.bytes_per_token * self._context + self._cache.bytes_per_state
         fitting = int(local.kv_cache_gib * GIB) // slot_bytes
         if fitting < 1:
             raise ConfigError(

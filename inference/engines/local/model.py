@@ -9,6 +9,9 @@ Linear layers see that one row. Only attention treats it as many sequences:
     decode   neighboring slots of similar length share one call over a view of the cache
     segment  one call per sequence: causal over itself, and over what its slot already holds
 
+Recurrent layers (linear attention, Mamba) have one state a slot, that of its last computed token. It cannot go back: a
+prompt that shares less is computed from its first token.
+
 The step passes through the model as a keyword argument. Keys and values of all slots are a pair of tensors a layer,
 [heads, slots, columns, head size]: new tokens are one `index_copy_`, neighboring slots a view.
 
@@ -24,6 +27,7 @@ import mmap
 import threading
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,14 +35,15 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
-from transformers import AttentionInterface, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers import AttentionInterface, AutoModelForCausalLM, AutoTokenizer, Cache, PreTrainedModel
+from transformers.cache_utils import LinearAttentionLayer
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.utils.logging import disable_progress_bar
 
 from composer_prime.config.inference import InferenceConfig
 from composer_prime.errors import ConfigError, EngineError, MisfitError, ModelNotFoundError
 from inference.engines.base import ReadBack, refuse_misfits
-from inference.snapshot import tensor_blocks, word_sum
+from inference.snapshot import folder_snapshot, tensor_blocks, word_sum
 
 logger = logging.getLogger(__name__)
 
@@ -61,6 +66,8 @@ class KvCache:
     def __init__(self, slots: int = 1, columns: int = _FIRST_COLUMNS) -> None:
         self.layers: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         """Keys and values of each layer, [heads, slots, columns, head size]."""
+        self.states: dict[int, tuple[torch.Tensor, ...]] = {}
+        """Of each recurrent layer, [slots, ...]: of its convolution, and its own."""
         self.allocate(slots, columns)
 
     def allocate(self, slots: int, columns: int) -> None:
@@ -77,6 +84,8 @@ class KvCache:
         self._clock = 0
         for layer, (keys, values) in self.layers.items():
             self.layers[layer] = self._empty(keys.shape[0], keys), self._empty(values.shape[0], values)
+        for layer, states in self.states.items():
+            self.states[layer] = tuple(each.new_zeros(slots, *each.shape[1:]) for each in states)
 
     # ---- slots: who owns which, and what a new prompt can reuse ---------------------------------------------------
 
@@ -116,6 +125,9 @@ class KvCache:
         differs = self.tokens[: self.high, :width] != prompt[:width]
         common = np.where(differs.any(1), differs.argmax(1), width) if width else np.zeros(self.high, dtype=np.int64)
         common = common * self.fresh[: self.high]
+        if self.states:
+            held = np.where(common >= self.computed[: self.high], self.computed[: self.high], 0)
+            return held, held
         return np.minimum(common, self.computed[: self.high]), np.minimum(common, self.known[: self.high])
 
     def _vacant(self, keep: int) -> int | None:
@@ -165,6 +177,10 @@ class KvCache:
         tensors = [tensor for pair in self.layers.values() for tensor in pair]
         return sum(tensor.shape[0] * tensor.shape[3] * tensor.element_size() for tensor in tensors)
 
+    @property
+    def bytes_per_state(self) -> int:
+        return sum(each[0].nbytes for states in self.states.values() for each in states)
+
     def _empty(self, heads: int, like: torch.Tensor) -> torch.Tensor:
         shape = (heads, self.slots, self.columns, like.shape[-1])
         if like.device.type != "cpu":
@@ -186,6 +202,9 @@ class KvCache:
         for pair in self.layers.values():
             for tensor in pair:
                 tensor[:, target, :count] = tensor[:, source, :count]
+        for states in self.states.values():
+            for each in states:
+                each[target] = each[source]
 
 
 # ---- a step ----------------------------------------------------------------------------------------------------------
@@ -404,6 +423,46 @@ def _prefill(
 AttentionInterface.register(IMPLEMENTATION, slot_attention)
 
 
+def slot_recurrence(
+    layer: Any, forward: Callable[..., torch.Tensor], hidden_states: torch.Tensor, *,
+    slot_step: EngineStep, **_: Any,
+) -> torch.Tensor:  # fmt: skip
+    """Run a recurrent layer's `forward` over [1, N, H] from the states of the slots: decoding ones as one batch."""
+    rows = sum(group.count for group in slot_step.groups)
+    slots = [slot for group in slot_step.groups for slot in range(group.slot, group.slot + group.count)]
+    outputs = []
+    if slot_step.lengths is not None and rows:
+        run = partial(_recur, layer, forward, slot_step)
+        outputs.append(run(hidden_states[0, :rows, None], slots, slot_step.lengths == 1).transpose(0, 1))
+    for segment in slot_step.segments:
+        part = hidden_states[:, segment.row : segment.row + segment.count]
+        first = torch.tensor([segment.start == 0], device=part.device)
+        outputs.append(_recur(layer, forward, slot_step, part, [segment.slot], first))
+    return torch.cat(outputs, dim=1)
+
+
+def _recur(
+    layer: Any, forward: Callable[..., torch.Tensor], step: EngineStep, hidden_states: torch.Tensor, slots: list[int],
+    first: torch.Tensor,
+) -> torch.Tensor:  # fmt: skip
+    """Run over [B, T, H] of B slots; `first`, bool [B]: those that begin, with an empty state."""
+    cached, index = LinearAttentionLayer(), layer.layer_idx
+    held = step.cache.states.get(index)
+    if held is not None:
+        at = torch.tensor(slots, device=hidden_states.device)
+        conv, own = (each[at].masked_fill_(first.view(-1, *[1] * (each.ndim - 1)), 0) for each in held)
+        cached.update_conv_state(conv)
+        cached.update_recurrent_state(own)
+    output = forward(hidden_states, cache_params=Cache(layers=[cached] * (index + 1)))
+    if step.places is not None:
+        states = cached.conv_states[0], cached.recurrent_states[0]
+        if held is None:
+            held = step.cache.states[index] = tuple(each.new_zeros(1, *each.shape[1:]) for each in states)
+        for each, new in zip(held, states, strict=True):
+            each[slots] = new
+    return output
+
+
 # -- weights ---------------------------------------------------------------------------------------------------------
 
 
@@ -473,7 +532,10 @@ def load_model(folder: Path, config: InferenceConfig) -> PreTrainedModel:
         raise ModelNotFoundError(f"model folder {folder} does not load: {error}") from error
     if info["missing_keys"]:
         raise ModelNotFoundError(f"model folder {folder} lacks the tensors {sorted(info['missing_keys'])[:5]}")
-    vars(model).pop("_weight_conversions", None)  # of this folder's names; versions have the architecture's own
+    for layer in model.modules():
+        if "cache_params" in inspect.signature(layer.forward).parameters:
+            layer.forward = partial(slot_recurrence, layer, layer.forward)
+    _keep_buffers(model, folder)
     return model.eval().requires_grad_(False).to("cuda" if on_cuda else "cpu")
 
 
@@ -518,6 +580,16 @@ def _persistent(model: PreTrainedModel) -> set[str]:
     return {name for name, _ in model.named_buffers()} & model.state_dict().keys()
 
 
+def _keep_buffers(model: PreTrainedModel, folder: Path) -> None:
+    """Keep frozen buffers, such as a router's bias, in float32 as the trainer does: transformers rounds some."""
+    names = {view.data_ptr(): name for name, view in published_views(model).items()}
+    for path, _, name in (name.rpartition(".") for name in _persistent(model)):
+        module = model.get_submodule(path)
+        buffer = module.get_buffer(name)
+        if buffer.dtype in (torch.bfloat16, torch.float16):
+            setattr(module, name, folder_snapshot(folder)[names[buffer.data_ptr()]].float())
+
+
 def _tied_names(model: PreTrainedModel, targets: Mapping[str, torch.Tensor]) -> list[list[str]]:
     names_by_place: dict[tuple[int, torch.Size, tuple[int, ...]], list[str]] = {}
     buffers = _persistent(model)
@@ -550,8 +622,8 @@ def check_supported(model: PreTrainedModel, layers_cached: int) -> None:
     expected = model.config.get_text_config().num_hidden_layers
     if layers_cached != expected:
         raise EngineError(
-            f"{type(model).__name__} has {expected} layers, {layers_cached} of which use transformers' attention "
-            "interface: the local engine cannot serve it; set inference.engine = 'vllm'"
+            f"{type(model).__name__} has {expected} layers, {layers_cached} of which use transformers' interfaces for "
+            "attention or states: the local engine cannot serve it; set inference.engine = 'vllm'"
         )
     # On the meta device the conversion costs names only.
     shapes = {name: torch.empty_like(tensor, device="meta") for name, tensor in model.state_dict().items()}
