@@ -155,8 +155,8 @@ class Snapshot(Mapping[str, torch.Tensor]):
 class AdaptedSnapshot(Snapshot):
     """The tensors of a model folder plus low-rank updates: W + scale * B A, in float64, then in the version's type.
 
-    A whole tensor among the factors takes the place of the folder's. A tensor's blocks are always the same, so that every
-    look-up rounds the same.
+    A whole tensor among the factors takes the place of the folder's. A tensor's blocks are always the same, so that
+    every look-up rounds the same.
     """
 
     def __init__(self, base: Snapshot, factors: Snapshot, manifest: Manifest) -> None:
