@@ -288,6 +288,9 @@ class CanaryScorer:
             for name, buffer in module.named_buffers(recurse=False):
                 setattr(module, name, buffer.to(device))
             empty = dict(module.named_parameters(recurse=False))
+            for child, layer in module.named_children():  # Recurrent layers read these without a call.
+                if isinstance(layer, nn.Conv1d):
+                    empty |= layer.named_parameters(child)
             if empty:
                 module.register_forward_pre_hook(partial(self._fill, f"{path}." if path else "", [*empty]))
                 module.register_forward_hook(partial(_restore, empty), always_call=True)
@@ -309,12 +312,17 @@ class CanaryScorer:
             source = key if key in self._tensors else self._lm.all_tied_weights_keys[key]
             # It moves in its own type: half the bytes.
             moved = self._tensors[source].to(self._device, non_blocking=True)
-            setattr(module, name, nn.Parameter(moved.float(), requires_grad=False))
+            _put(module, name, nn.Parameter(moved.float(), requires_grad=False))
 
 
 def _restore(parameters: dict[str, nn.Parameter], module: nn.Module, *_: object) -> None:
     for name, parameter in parameters.items():
-        setattr(module, name, parameter)
+        _put(module, name, parameter)
+
+
+def _put(module: nn.Module, path: str, parameter: nn.Parameter) -> None:
+    owner, _, name = path.rpartition(".")
+    setattr(module.get_submodule(owner), name, parameter)
 
 
 def _prompt_ids(folder: Path, vocabulary: int) -> list[int]:
@@ -349,6 +357,9 @@ def _write_model(config: Config, folder: Path, target: Path, tensors: dict[str, 
         shutil.rmtree(unfinished, ignore_errors=True)
         lm, settings = plain_model(config, folder), read_model_config(folder)
         stored = revert_weight_conversion(lm, tensors)
+        tensors.clear()
+        for name, tensor in stored.items():
+            stored[name] = tensor.clone()  # Experts are views of one tensor, and files hold none.
         settings.architectures = settings.architectures or [type(lm).__name__]
         settings.dtype = settings.get_text_config().dtype = dtype
         settings.save_pretrained(unfinished)

@@ -24,6 +24,7 @@ import inspect
 import logging
 import math
 import mmap
+import re
 import threading
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
@@ -491,14 +492,17 @@ class LoadedModel:
     def swap(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """Copy `tensors`, by published name, into the model. In-place copies keep tied parameters tied.
 
-        Raises MisfitError; then nothing was changed.
+        What a text model leaves out of its folder, such as a vision tower, is left out here. Raises MisfitError; then
+        nothing was changed.
         """
         targets, groups = self._targets, _tied_names(self.module, self._targets)
         missing = [names[0] for names in groups if not tensors.keys() & names]
-        refuse_misfits(tensors, {name: tuple(target.shape) for name, target in targets.items()}, missing)
+        patterns = self.module._keys_to_ignore_on_load_unexpected or ()
+        left_out = {name for name in tensors.keys() - targets.keys() if any(re.search(each, name) for each in patterns)}
+        refuse_misfits(tensors, {name: tuple(target.shape) for name, target in targets.items()}, missing, left_out)
         for names in groups:
             _check_tied(tensors, names)
-        for name in tensors:
+        for name in tensors.keys() - left_out:
             if targets[name].is_contiguous():
                 flat = targets[name].view(-1)
                 for start, values in tensor_blocks(tensors, name):
