@@ -110,7 +110,8 @@ def _model(config: Config, findings: Findings) -> None:
     if (quantized := text_settings(described).get("quantization_config")) is not None:
         method = quantized.get("quant_method") if isinstance(quantized, dict) else quantized
         findings.problems.append(
-            f"the model {config.model.path!r} is quantized ({method}): train from its full weights"
+            f"the model {config.model.path!r} is quantized ({method}), but training needs its full weights: set "
+            "model.path to a copy in bfloat16"
         )
     if template is None or template.is_file():
         findings.problems += _lora_problems(config, described)

@@ -88,7 +88,7 @@ def test_torn_weights_are_named(tmp_path):
             ("--model.renderer", "qwen3"),
             ["model.renderer is 'qwen3'", "leave"],
         ),
-        ("x", {"quantization_config": {"quant_method": "gptq"}}, (), ["is quantized (gptq)", "full"]),
+        ("x", {"quantization_config": {"quant_method": "fp8"}}, (), ["is quantized (fp8)", "copy in bfloat16"]),
     ],
 )
 def test_model_is_named(template, config, words, expected, tmp_path):

@@ -146,14 +146,18 @@ def test_shared_prefixes_change_neither_logprobs_nor_gradients(family):
     assert max((grads[name] - shared_grads[name]).abs().max().item() for name in grads) < 1e-4
 
 
-@pytest.mark.parametrize("family", ["Qwen3Next", "Qwen3_5", "Qwen3_5Moe"])
-def test_layers_with_a_running_state_are_refused_with_what_they_need(family):
-    # Their linear attention carries its state from one document of a row into the next.
-    linear = {"linear_num_value_heads": 4, "linear_num_key_heads": 2, "linear_key_head_dim": 8,
-              "linear_value_head_dim": 8}  # fmt: skip
-    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "head_dim": 16}
-    lm = build(family, **linear, **experts, num_hidden_layers=4, shared_expert_intermediate_size=16)
-    with pytest.raises(ConfigError, match=rf"{family}ForCausalLM: .*linear_attention layers.*restart at the borders"):
+@pytest.mark.parametrize(
+    ("family", "values", "kind"),
+    [
+        ("Jamba", {"mamba_d_state": 8, "attn_layer_period": 2, "attn_layer_offset": 1}, "linear_attention"),
+        ("Lfm2", {"layer_types": ["conv", "full_attention"]}, "conv"),
+        ("MiniMax", {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 8}, "linear_attention"),
+    ],
+)
+def test_layers_with_a_running_state_are_refused_with_what_they_need(family, values, kind):
+    # Their layers carry a state from one document of a row into the next, and cannot be told where these end.
+    lm = build(family, **values, initializer_range=0.2)
+    with pytest.raises(ConfigError, match=rf"{family}ForCausalLM: .*{kind} layers.*restart at the borders"):
         check_packing(lm)
 
 

@@ -110,13 +110,6 @@ class Publisher:
             self._writer = VersionWriter(store, signer, run_id, keep=config.trainer.weights.keep, threads=threads)
             self._plain = plain_model(config, folder)
             self._canary = CanaryScorer(plain_model(config, folder), folder, world.device)
-            parameters = dict(self._plain.named_parameters()) | frozen_buffers(self._plain)
-            stored = revert_weight_conversion(self._plain, dict(parameters))
-            self._stored = stored.keys()
-            """The tensors of a version, under the names of the model folder."""
-            names = {id(tensor): name for name, tensor in stored.items()}
-            self._renamed = {name: names[id(each)] for name, each in parameters.items() if id(each) in names}
-            """Of what is stored whole: the folder's name by the parameter's."""
 
     def publish(self, policy: Policy, step: int, announce: Callable[[int], None] = lambda version: None) -> int:
         """Copy the version of `step`, and write it in the background unless it is there. Return the bytes of tensors.
@@ -146,11 +139,18 @@ class Publisher:
 
     def _adapters(self, factors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return `factors` and the frozen buffers under the folder's names; nothing where a node's folder lacks one."""
+        stored, buffers = self._stored(), frozen_buffers(self._plain)
+        parameters = {id(each): name for name, each in [*self._plain.named_parameters(), *buffers.items()]}
+        names = {parameters[id(each)]: name for name, each in stored.items() if id(each) in parameters}
         bases = {name: name.rpartition(".")[0] for name in factors}
-        if not (self._renamed.keys() >= {*bases.values()} and tensor_shapes(self._folder).keys() >= self._stored):
+        if not (names.keys() >= {*bases.values()} and tensor_shapes(self._folder).keys() >= stored.keys()):
             return {}
-        written = {self._renamed[name]: self._copies[name] for name in frozen_buffers(self._plain)}
-        return written | {self._renamed[base] + name.removeprefix(base): factors[name] for name, base in bases.items()}
+        written = {names[name]: self._copies[name] for name in buffers}
+        return written | {names[base] + name.removeprefix(base): factors[name] for name, base in bases.items()}
+
+    def _stored(self) -> dict[str, Tensor]:
+        """Return what a version has by the names of the model folder, on the meta device."""
+        return revert_weight_conversion(self._plain, dict(self._plain.named_parameters()) | frozen_buffers(self._plain))
 
     def settle(self) -> None:
         """Wait until no publication is under way on rank 0. A collective. Raises what failed there on every rank."""
@@ -161,7 +161,7 @@ class Publisher:
     ) -> None:
         """Score, write and announce a version, on the thread. `written`: factors, or all tensors."""
         tensors = self._copies
-        adapted = [] if written is tensors else self._stored
+        adapted = [] if written is tensors else [*self._stored()]
         canary = canary or self._canary.score(tensors)
         # some architectures are stored unfused, under other names than their parameters have
         stored = written if adapted else revert_weight_conversion(self._plain, dict(written))

@@ -425,38 +425,36 @@ AttentionInterface.register(IMPLEMENTATION, slot_attention)
 
 
 def slot_recurrence(
-    layer: Any, forward: Callable[..., torch.Tensor], hidden_states: torch.Tensor, *,
-    slot_step: EngineStep, **_: Any,
-) -> torch.Tensor:  # fmt: skip
-    """Run a recurrent layer's `forward` over [1, N, H] from the states of the slots: decoding ones as one batch."""
-    rows = sum(group.count for group in slot_step.groups)
-    slots = [slot for group in slot_step.groups for slot in range(group.slot, group.slot + group.count)]
+    layer: Any, forward: Callable[..., torch.Tensor], hidden_states: torch.Tensor, *, slot_step: EngineStep, **_: Any
+) -> torch.Tensor:
+    """Run a recurrent layer's `forward` over [1, N, H], each sequence from the state of its slot."""
     outputs = []
-    if slot_step.lengths is not None and rows:
-        run = partial(_recur, layer, forward, slot_step)
-        outputs.append(run(hidden_states[0, :rows, None], slots, slot_step.lengths == 1).transpose(0, 1))
-    for segment in slot_step.segments:
-        part = hidden_states[:, segment.row : segment.row + segment.count]
-        first = torch.tensor([segment.start == 0], device=part.device)
-        outputs.append(_recur(layer, forward, slot_step, part, [segment.slot], first))
+    recur = partial(_recur, layer, forward, slot_step)
+    for group in slot_step.groups:
+        assert slot_step.lengths is not None
+        rows, slots = slice(group.row, group.row + group.count), slice(group.slot, group.slot + group.count)
+        outputs.append(recur(hidden_states[0, rows, None], slots, slot_step.lengths[rows] == 1).transpose(0, 1))
+    for one in slot_step.segments:
+        first = torch.tensor([one.start == 0], device=hidden_states.device)
+        rows, slots = slice(one.row, one.row + one.count), slice(one.slot, one.slot + 1)
+        outputs.append(recur(hidden_states[:, rows], slots, first))
     return torch.cat(outputs, dim=1)
 
 
 def _recur(
-    layer: Any, forward: Callable[..., torch.Tensor], step: EngineStep, hidden_states: torch.Tensor, slots: list[int],
+    layer: Any, forward: Callable[..., torch.Tensor], step: EngineStep, hidden_states: torch.Tensor, slots: slice,
     first: torch.Tensor,
 ) -> torch.Tensor:  # fmt: skip
     """Run over [B, T, H] of B slots; `first`, bool [B]: those that begin, with an empty state."""
     cached, index = LinearAttentionLayer(), layer.layer_idx
     held = step.cache.states.get(index)
     if held is not None:
-        at = torch.tensor(slots, device=hidden_states.device)
-        conv, own = (each[at].masked_fill_(first.view(-1, *[1] * (each.ndim - 1)), 0) for each in held)
+        conv, own = (each[slots].masked_fill(first.view(-1, *[1] * (each.ndim - 1)), 0) for each in held)
         cached.update_conv_state(conv)
         cached.update_recurrent_state(own)
-    output = forward(hidden_states, cache_params=Cache(layers=[cached] * (index + 1)))
+    output = forward(hidden_states, cache_params=Cache(layers=[cached] * (index + 1)))  # it asks for layer `index`
     if step.places is not None:
-        states = cached.conv_states[0], cached.recurrent_states[0]
+        states: Any = cached.conv_states[0], cached.recurrent_states[0]
         if held is None:
             held = step.cache.states[index] = tuple(each.new_zeros(1, *each.shape[1:]) for each in states)
         for each, new in zip(held, states, strict=True):
@@ -497,8 +495,8 @@ class LoadedModel:
         """
         targets, groups = self._targets, _tied_names(self.module, self._targets)
         missing = [names[0] for names in groups if not tensors.keys() & names]
-        patterns = self.module._keys_to_ignore_on_load_unexpected or ()
-        left_out = {name for name in tensors.keys() - targets.keys() if any(re.search(each, name) for each in patterns)}
+        ignored = re.compile("|".join(self.module._keys_to_ignore_on_load_unexpected or ["(?!)"]))
+        left_out = set(filter(ignored.search, tensors.keys() - targets.keys()))
         refuse_misfits(tensors, {name: tuple(target.shape) for name, target in targets.items()}, missing, left_out)
         for names in groups:
             _check_tied(tensors, names)
