@@ -26,7 +26,7 @@ import logging
 import re
 import shutil
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -161,10 +161,12 @@ class Publisher:
     ) -> None:
         """Score, write and announce a version, on the thread. `written`: factors, or all tensors."""
         tensors = self._copies
-        adapted = [] if written is tensors else [*self._stored()]
+        left_out = _left_out(self._plain, self._folder, self._stored())
+        adapted = [] if written is tensors else [*self._stored(), *left_out]
         canary = canary or self._canary.score(tensors)
         # some architectures are stored unfused, under other names than their parameters have
         stored = written if adapted else revert_weight_conversion(self._plain, dict(written))
+        stored |= {} if adapted else _read(self._folder, left_out)
         size = sum(tensor.nbytes for tensor in written.values())
         if stored.keys() != tensors.keys():
             tensors.clear()  # They are not what is written.
@@ -359,11 +361,13 @@ def _write_model(config: Config, folder: Path, target: Path, tensors: dict[str, 
         stored = revert_weight_conversion(lm, tensors)
         tensors.clear()
         for name, tensor in stored.items():
-            stored[name] = tensor.clone()  # Experts are views of one tensor, and files hold none.
+            if tensor.untyped_storage().nbytes() > tensor.nbytes:  # Experts are views of one tensor; files hold none.
+                stored[name] = tensor.clone()
+        stored |= _read(folder, _left_out(lm, folder, stored))
         settings.architectures = settings.architectures or [type(lm).__name__]
         settings.dtype = settings.get_text_config().dtype = dtype
         settings.save_pretrained(unfinished)
-        save_torch_state_dict(stored | _left_out(lm, folder, stored), unfinished, metadata={"format": "pt"})
+        save_torch_state_dict(stored, unfinished, metadata={"format": "pt"})
         for path in sorted(folder.iterdir()):
             if path.is_file() and path.name != "config.json" and not path.name.endswith(_WEIGHT_FILES):
                 shutil.copyfile(path, unfinished / path.name)
@@ -379,15 +383,21 @@ def _write_model(config: Config, folder: Path, target: Path, tensors: dict[str, 
         ) from error
 
 
-def _left_out(lm: PreTrainedModel, folder: Path, stored: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return what `folder` has besides a text model, and `lm` leaves out by design: a vision tower, a draft head."""
+def _left_out(lm: PreTrainedModel, folder: Path, stored: Collection[str]) -> list[str]:
+    """Return the names in `folder` of what `lm` leaves out by design: it is text alone, without tower or draft head.
+
+    Nodes and final/ have it untrained.
+    """
     pattern = re.compile("|".join(lm._keys_to_ignore_on_load_unexpected or ["(?!)"]))
-    left_out = {}
+    return [name for name in tensor_shapes(folder) if name not in stored and pattern.search(name)]
+
+
+def _read(folder: Path, names: Iterable[str]) -> dict[str, Tensor]:
+    tensors: dict[str, Tensor] = {}
     for file in weight_files(folder):
-        with safe_open(file, "pt") as tensors:
-            names = [name for name in tensors.keys() if name not in stored and pattern.search(name)]  # noqa: SIM118
-            left_out |= {name: tensors.get_tensor(name) for name in names}
-    return left_out
+        with safe_open(file, "pt") as held:
+            tensors |= {name: held.get_tensor(name) for name in {*names}.intersection(held.keys())}
+    return tensors
 
 
 # -- the file of a version ---------------------------------------------------------------------------------------------

@@ -494,7 +494,7 @@ class LoadedModel:
         nothing was changed.
         """
         targets, groups = self._targets, _tied_names(self.module, self._targets)
-        missing = [names[0] for names in groups if not tensors.keys() & names]
+        missing = [" or ".join(names) for names in groups if not tensors.keys() & names]
         ignored = re.compile("|".join(self.module._keys_to_ignore_on_load_unexpected or ["(?!)"]))
         left_out = set(filter(ignored.search, tensors.keys() - targets.keys()))
         refuse_misfits(tensors, {name: tuple(target.shape) for name, target in targets.items()}, missing, left_out)
@@ -509,8 +509,9 @@ class LoadedModel:
                 targets[name].copy_(tensors[name])
 
     def read_back(self, names: list[str]) -> list[ReadBack]:
-        dtypes = {name: str(self._targets[name].dtype).removeprefix("torch.") for name in names}
-        return [ReadBack(names=[name], dtype=dtypes[name], checksum=word_sum(self._targets[name])) for name in names]
+        held = {name: self._targets[name] for name in names if name in self._targets}
+        dtypes = {name: str(tensor.dtype).removeprefix("torch.") for name, tensor in held.items()}
+        return [ReadBack(names=[name], dtype=dtypes[name], checksum=word_sum(held[name])) for name in held]
 
 
 def load_model(folder: Path, config: InferenceConfig) -> PreTrainedModel:
