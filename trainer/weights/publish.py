@@ -290,12 +290,11 @@ class CanaryScorer:
             for name, buffer in module.named_buffers(recurse=False):
                 setattr(module, name, buffer.to(device))
             empty = dict(module.named_parameters(recurse=False))
-            for child, layer in module.named_children():  # Recurrent layers read these without a call.
-                if isinstance(layer, nn.Conv1d):
-                    empty |= layer.named_parameters(child)
+            parent = lm.get_submodule(path.rpartition(".")[0])
+            reader = parent if isinstance(module, nn.Conv1d) else module  # Recurrent layers read theirs without a call.
             if empty:
-                module.register_forward_pre_hook(partial(self._fill, f"{path}." if path else "", [*empty]))
-                module.register_forward_hook(partial(_restore, empty), always_call=True)
+                reader.register_forward_pre_hook(partial(self._fill, f"{path}." if path else "", [*empty], module))
+                reader.register_forward_hook(partial(_restore, empty, module), always_call=True)
 
     @torch.no_grad()
     def score(self, tensors: Mapping[str, Tensor]) -> Canary:
@@ -314,17 +313,12 @@ class CanaryScorer:
             source = key if key in self._tensors else self._lm.all_tied_weights_keys[key]
             # It moves in its own type: half the bytes.
             moved = self._tensors[source].to(self._device, non_blocking=True)
-            _put(module, name, nn.Parameter(moved.float(), requires_grad=False))
+            setattr(module, name, nn.Parameter(moved.float(), requires_grad=False))
 
 
 def _restore(parameters: dict[str, nn.Parameter], module: nn.Module, *_: object) -> None:
     for name, parameter in parameters.items():
-        _put(module, name, parameter)
-
-
-def _put(module: nn.Module, path: str, parameter: nn.Parameter) -> None:
-    owner, _, name = path.rpartition(".")
-    setattr(module.get_submodule(owner), name, parameter)
+        setattr(module, name, parameter)
 
 
 def _prompt_ids(folder: Path, vocabulary: int) -> list[int]:
