@@ -1,9 +1,12 @@
 """The optimizer (AdamW, or Muon for matrices and AdamW for the rest), and its learning rate.
 
-Muon (Keller Jordan, https://kellerjordan.github.io/posts/muon/; arXiv 2502.16982) works on whole matrices; a tensor of
-fused experts [experts, rows, columns] is a matrix an expert. The ranks share the work, as many matrices at a time:
+Muon (Keller Jordan, https://kellerjordan.github.io/posts/muon/; arXiv 2502.16982) works on whole matrices. A matrix is
+an expert of fused experts [experts, rows, columns], and the rows of a head in a projection to queries, keys or values,
+as Composer 2.5 splits them. The output projection mixes heads and stays whole, as in Microsoft's dion.
 
-    all ranks: momentum on their shards --gather--> rank r orthogonalizes matrix r --scatter--> updates of the shards
+    shards of whole experts or heads:  momentum -> orthogonalize all at once -> update; no communication
+    shards that cut matrices:          as many matrices at a time as there are ranks
+        all ranks: momentum on their shards --all-to-all--> rank r orthogonalizes matrix r --all-to-all--> updates
 
 torch.optim.Muon multiplies shards of one matrix across ranks in each of its five iterations, in bfloat16, so two ranks
 end elsewhere than one (measured: 10 % of an update). Here one rank orthogonalizes each matrix whole, and any number of
@@ -13,19 +16,21 @@ ranks takes the same step.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
+from itertools import pairwise
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from transformers import PreTrainedModel
 
 from composer_prime.config.trainer import OptimConfig, ScheduleConfig
 from composer_prime.errors import ConfigError
 from composer_prime.import_path import build_part
+from diloco.fragments import local_shard
 from trainer.model.build import blocks
 from trainer.model.policy_model import Policy
 
@@ -125,7 +130,8 @@ def build_optimizer(policy: Policy, config: OptimConfig) -> Optimizer:
     adamw = torch.optim.AdamW(filled, lr=config.lr, betas=config.betas, eps=config.eps, fused=True)
     parts: list[torch.optim.Optimizer] = [adamw]
     if matrices:
-        parts.append(ShardedMuon(matrices, config.muon_lr, _MUON_MOMENTUM, config.weight_decay))
+        head_rows = _head_rows(policy.lm)
+        parts.append(ShardedMuon(matrices, config.muon_lr, _MUON_MOMENTUM, config.weight_decay, head_rows))
     return Optimizer(parts, config.max_grad_norm)
 
 
@@ -141,66 +147,127 @@ def _matrices(lm: PreTrainedModel) -> list[nn.Parameter]:
     ]
 
 
+_PER_HEAD = ("q_proj", "k_proj", "v_proj", "qkv_proj")
+"""Projections of an attention module with a `head_dim`: so many rows are a head."""
+
+
+def _head_rows(lm: PreTrainedModel) -> dict[nn.Parameter, int]:
+    """Return the rows of a head, for each weight that is cut into heads."""
+    return {
+        projection.get_parameter("weight"): rows
+        for module in lm.modules()
+        if isinstance(rows := getattr(module, "head_dim", None), int)
+        for name, projection in module.named_children()
+        if name in _PER_HEAD
+    }
+
+
 class ShardedMuon(torch.optim.Optimizer):
     """torch.optim.Muon (nesterov, rate times sqrt(max(1, rows / columns))) for DTensors and tensors.
 
-    A tensor [experts, rows, columns] is a stack of matrices, each taken for itself.
+    A tensor [experts, rows, columns] is a stack of matrices, each taken for itself, and so is one cut into heads.
     """
 
-    def __init__(self, params: Iterable[nn.Parameter], lr: float, momentum: float, weight_decay: float) -> None:
+    def __init__(
+        self, params: Iterable[nn.Parameter], lr: float, momentum: float, weight_decay: float,
+        head_rows: Mapping[nn.Parameter, int] | None = None,
+    ) -> None:  # fmt: skip
+        """`head_rows`: the rows of a head, for each parameter that is cut into heads."""
         super().__init__(params, {"lr": lr, "momentum": momentum, "weight_decay": weight_decay})
+        self._head_rows = head_rows or {}
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:
         for group in self.param_groups:
-            parameters = [parameter for parameter in group["params"] if parameter.grad is not None]
-            ranks = dist.get_world_size() if dist.is_initialized() else 1
-            for start in range(0, len(parameters), ranks):
-                self._step_together(parameters[start : start + ranks], group)
+            cut_by: dict[dist.ProcessGroup | None, list[nn.Parameter]] = {}
+            for parameter in sorted(group["params"], key=Tensor.numel):  # Ranks get equal work at a time.
+                if parameter.grad is not None:
+                    cut_by.setdefault(_cut_by(parameter, self._rows(parameter)), []).append(parameter)
+            for ranks, parameters in cut_by.items():
+                count = 1 if ranks is None else ranks.size()
+                for start in range(0, len(parameters), count):
+                    self._step_together(parameters[start : start + count], group, ranks)
 
-    def _step_together(self, parameters: list[nn.Parameter], group: dict[str, Any]) -> None:
-        """Update at most as many matrices as there are ranks: each orthogonalizes one."""
+    def _step_together(
+        self, parameters: list[nn.Parameter], group: dict[str, Any], ranks: dist.ProcessGroup | None
+    ) -> None:
+        """Update as many parameters as the shards of `ranks` cut; one that none cut."""
         updates = [self._lookahead(parameter, group["momentum"]) for parameter in parameters]
-        for parameter, direction in zip(parameters, _orthogonal(updates), strict=True):
-            parameter.mul_(1.0 - group["lr"] * group["weight_decay"])
-            parameter.add_(direction, alpha=-group["lr"])
+        if ranks is None:
+            _orthogonalize(updates[0].view(-1, self._rows(parameters[0]), updates[0].shape[-1]))
+        else:
+            pieces = [piece for each in zip(parameters, updates, strict=True) for piece in self._pieces(*each)]
+            for start in range(0, len(pieces), ranks.size()):
+                _orthogonalize_cut(pieces[start : start + ranks.size()], ranks)
+        for parameter, update in zip(parameters, updates, strict=True):
+            scale = math.sqrt(max(1, self._rows(parameter) / parameter.shape[-1]))
+            shard = local_shard(parameter)
+            shard.mul_(1.0 - group["lr"] * group["weight_decay"])
+            shard.add_(update, alpha=-group["lr"] * scale)
+
+    def _rows(self, parameter: nn.Parameter) -> int:
+        """Return the rows of one matrix."""
+        return self._head_rows.get(parameter, parameter.shape[-2])
+
+    def _pieces(self, parameter: nn.Parameter, update: Tensor) -> list[tuple[Tensor, int, int]]:
+        """Return this rank's rows of each expert, or of the one matrix, as `_orthogonalize_cut` takes them."""
+        pieces = update if update.ndim == 3 else update[None]
+        return [(piece, self._rows(parameter), parameter.shape[-2]) for piece in pieces]
 
     def _lookahead(self, parameter: nn.Parameter, momentum: float) -> Tensor:
-        """Return Nesterov's mixture of the gradient and its running mean, sharded alike."""
+        """Return this rank's shard of Nesterov's mixture of the gradient and its running mean, in bfloat16."""
         state, grad = self.state[parameter], parameter.grad
         assert grad is not None
         if "momentum_buffer" not in state:
             state["momentum_buffer"] = torch.zeros_like(grad)
-        state["momentum_buffer"].lerp_(grad, 1.0 - momentum)
-        return grad.lerp(state["momentum_buffer"], momentum)
+        mean, grad = local_shard(state["momentum_buffer"]), local_shard(grad)
+        mean.lerp_(grad, 1.0 - momentum)
+        return grad.lerp(mean, momentum).bfloat16()
 
 
-def _orthogonal(updates: list[Any]) -> list[Tensor]:
-    """Return the scaled orthogonal factor of each update; rank i computes that of update i."""
-    first = updates[0]
-    if not isinstance(first, DTensor):
-        return [_whole(update) for update in updates]
-    mesh, rank, own = first.device_mesh, first.device_mesh.get_local_rank(), first.to_local()
-    for index, update in enumerate(updates):
-        gathered = update.full_tensor()
-        own = gathered if index == rank else own
-    if rank < len(updates):
-        own = _whole(own)
-    results = []
-    for index, update in enumerate(updates):  # Another rank's matrix is whole here for this long only.
-        whole = own if index == rank else own.new_empty(update.shape)
-        results.append(distribute_tensor(whole, mesh, update.placements, src_data_rank=index))
-    return results
+def _cut_by(parameter: Tensor, rows: int) -> dist.ProcessGroup | None:
+    """Return the ranks whose shards cut matrices of `rows` rows; None where each shard has whole ones."""
+    if isinstance(parameter, DTensor):
+        mesh = parameter.device_mesh
+        for index, placement in enumerate(parameter.placements):
+            if placement.is_shard(parameter.ndim - 2) and -(-parameter.shape[-2] // mesh.size(index)) % rows:
+                return mesh.get_group(index)
+    return None
 
 
-def _whole(matrix: Tensor) -> Tensor:
-    """Return what torch's Muon subtracts for a gradient `matrix` at rate 1 without momentum: one step from zero.
+def _orthogonalize_cut(pieces: list[tuple[Tensor, int, int]], ranks: dist.ProcessGroup) -> None:
+    """Replace each piece, this rank's rows of a matrix, by those of the orthogonal factor. A collective of `ranks`.
 
-    A tensor with three dimensions is a stack of matrices, each taken for itself.
+    A piece comes with the rows of one head and those of the whole matrix. There are at most as many as ranks: each
+    takes one matrix.
     """
-    if matrix.ndim == 3:
-        return torch.stack([_whole(each) for each in matrix])
-    scratch = nn.Parameter(torch.zeros_like(matrix))
-    scratch.grad = matrix
-    torch.optim.Muon([scratch], lr=1.0, momentum=0.0, nesterov=False, weight_decay=0.0).step()
-    return -scratch.detach()
+    rank, size = ranks.rank(), ranks.size()
+    sent = [piece.numel() for piece, *_ in pieces] + [0] * (size - len(pieces))
+    received = [0] * size
+    if rank < len(pieces):
+        piece, _, rows = pieces[rank]
+        ends = [min(rows, -(-rows // size) * index) for index in range(size + 1)]
+        received = [(end - start) * piece.shape[1] for start, end in pairwise(ends)]
+    flat = torch.cat([piece.flatten() for piece, *_ in pieces])
+    matrix = flat.new_empty(sum(received))
+    dist.all_to_all_single(matrix, flat, received, sent, ranks)
+    if rank < len(pieces):
+        piece, head_rows, _ = pieces[rank]
+        _orthogonalize(matrix.view(-1, head_rows, piece.shape[1]))
+    dist.all_to_all_single(flat, matrix, sent, received, ranks)
+    for (piece, *_), result in zip(pieces, flat.split(sent), strict=False):
+        piece.copy_(result.view_as(piece))
+
+
+def _orthogonalize(stack: Tensor) -> None:
+    """Replace each matrix of bfloat16 [matrices, rows, columns] by torch.optim.Muon's orthogonal factor of it.
+
+    Five steps of Newton and Schulz, x <- a x + (b G + c G G) x with G = x x^T.
+    """
+    a, b, c = 3.4445, -4.7750, 2.0315
+    x = stack.mT if stack.shape[1] > stack.shape[2] else stack
+    x = x / torch.linalg.matrix_norm(x, keepdim=True).clamp(min=1e-7)
+    for _ in range(5):
+        gram = x @ x.mT
+        x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    stack.copy_(x.mT if stack.shape[1] > stack.shape[2] else x)

@@ -16,8 +16,8 @@ once, so it must not have too few rows."""
 
 class OptimConfig(BaseConfig):
     type: Annotated[PartConfig, one_of("trainer.optim.type", "adamw", "muon")] = PartConfig(name="adamw")
-    """adamw (the default); muon for matrices of the blocks (fused experts one by one), with AdamW for the rest; or
-    `module:Class` of your own, a torch optimizer that takes the parameter groups and lr."""
+    """adamw (the default); muon for matrices of the blocks (heads and fused experts one by one), with AdamW for the
+    rest; or `module:Class` of your own, a torch optimizer that takes the parameter groups and lr."""
     lr: float = Field(default=1e-6, gt=0)
     """Peak learning rate of AdamW (and of everything under adamw)."""
     muon_lr: float = Field(default=2e-4, gt=0)

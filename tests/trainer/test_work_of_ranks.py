@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections import Counter
 from datetime import timedelta
 from pathlib import Path
 
@@ -11,7 +12,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from rank_process import start_ranks
-from torch.distributed.tensor import distribute_tensor
+from torch.distributed.tensor import Shard, distribute_tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from composer_prime.config import Config, load
 from composer_prime.run.run_dir import RunDir
@@ -71,31 +73,65 @@ def test_long_work_of_rank_0_is_no_silence_in_a_collective(make_run, work):
     assert [rank.wait(100) for rank in ranks] == [0, 0], "".join(rank.output for rank in ranks)
 
 
+class SentBytes(TorchDispatchMode):
+    """Counts the bytes that this rank hands to each kind of collective."""
+
+    def __init__(self):
+        super().__init__()
+        self.by_kind = Counter()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.namespace in ("c10d", "_c10d_functional"):
+            given = args[1] if func.overloadpacket._qualified_op_name.endswith("alltoall_base_") else args[0]
+            self.by_kind[func.overloadpacket._qualified_op_name] += given.nbytes
+        return func(*args, **(kwargs or {}))
+
+
+HEAD = 4
+SHAPES = [(12, 5), (4, 9), (6 * HEAD, 10), (3 * HEAD, 10), (3, 6, 4), (3, 7, 4)]
+"""Two matrices, projections with 6 and with 3 heads, 3 experts whole and 3 cut."""
+
+
 def orthogonalizes(folder: str) -> None:
-    config, run_dir, world = joined(folder)
-    policy = build.build_policy(config, Path(config.model.path), world)
-    optimizer = optim.build_optimizer(policy, config.trainer.optim)
-    torch.manual_seed(0)
-    for parameter in policy.parameters():
-        assert parameter.requires_grad
-        parameter.grad = distribute_tensor(torch.randn(parameter.shape), parameter.device_mesh, parameter.placements)
-    alone = optim._whole
+    _, _, world = joined(folder)
+    draw = torch.Generator().manual_seed(0)
+    start, *steps = ([torch.randn(shape, generator=draw) for shape in SHAPES] for _ in range(4))
+    cuts = [Shard(int(shape == SHAPES[-1])) for shape in SHAPES]
 
-    def beside_the_other(matrix):
-        (run_dir.root / f"busy-{world.rank}").touch()
-        deadline = time.monotonic() + 20
-        while not (run_dir.root / f"busy-{1 - world.rank}").exists():
-            assert time.monotonic() < deadline, "the other rank has no matrix of its own"
-            time.sleep(0.01)
-        return alone(matrix)
+    def shards(tensors):
+        return [distribute_tensor(whole, world.mesh, [cut]) for whole, cut in zip(tensors, cuts, strict=True)]
 
-    optim._whole = beside_the_other
-    optimizer.step(optimizer.grad_norm())
+    def matrices(tensors):
+        rows = [HEAD if shape[1:] == (10,) else shape[-2] for shape in SHAPES]
+        split = [whole.view(-1, count, whole.shape[-1]) for whole, count in zip(tensors, rows, strict=True)]
+        return [matrix for stack in split for matrix in stack.unbind()]
+
+    ours, theirs = (list(map(torch.nn.Parameter, tensors)) for tensors in (shards(start), matrices(start)))
+    heads = {ours[index]: HEAD for index in (2, 3)}
+    given = {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.01}
+    muon, reference, sent = optim.ShardedMuon(ours, head_rows=heads, **given), torch.optim.Muon(theirs, **given), []
+    for step in steps:
+        for parameters, grads in ((ours, shards(step)), (theirs, matrices(step))):
+            for parameter, grad in zip(parameters, grads, strict=True):
+                parameter.grad = grad
+        reference.step()
+        with SentBytes() as counted:
+            muon.step()
+        sent.append(counted.by_kind)
+    gathered = matrices([parameter.full_tensor() for parameter in ours])
+    assert all(torch.equal(one, other) for one, other in zip(gathered, theirs, strict=True))
+    cut = {2: [0, 1, 3, 5], 3: [0, 1, 5]}[world.size]  # on two ranks 6 heads are 3 + 3, and 3 heads 1.5 + 1.5
+    total = torch.tensor([kinds["c10d::alltoall_base_"] for kinds in sent])
+    dist.all_reduce(total)
+    assert total.tolist() == [4 * sum(ours[index].numel() for index in cut)] * 3  # 2 bytes there and 2 back
+    assert all(len(kinds) == 1 for kinds in sent), sent
     os._exit(0)
 
 
-def test_ranks_orthogonalize_matrices_side_by_side(make_run):
-    # Each rank has a matrix of its own in hand while the other has. test_ranks.py compares the results with one rank's.
-    run = make_run(trainer={"optim": {"type": "muon"}})
-    ranks = start_ranks([run.dir.root] * 2, work=orthogonalizes)
-    assert [rank.wait(100) for rank in ranks] == [0, 0], "".join(rank.output for rank in ranks)
+@pytest.mark.parametrize("count", [2, 3])
+def test_muon_of_shards_is_torch_s_muon_of_each_matrix(make_run, count):
+    # To the last bit, on ranks that cut matrices, heads and experts, evenly and not. Shards of whole heads or experts
+    # are not communicated. The rest travels once to the rank that orthogonalizes it and once back, in bfloat16.
+    run = make_run()
+    ranks = start_ranks([run.dir.root] * count, work=orthogonalizes)
+    assert [rank.wait(100) for rank in ranks] == [0] * count, "".join(rank.output for rank in ranks)
