@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -72,11 +73,6 @@ class Optimizer:
     def groups(self) -> list[dict[str, Any]]:
         return [group for part in self.parts for group in part.param_groups]
 
-    def settings(self) -> list[dict[str, Any]]:
-        """Return the hyper-parameters of each group but its rate, which each step sets."""
-        left_out = ("params", "param_names", "lr")
-        return [{name: value for name, value in group.items() if name not in left_out} for group in self.groups()]
-
     def grad_norm(self) -> Tensor:
         """Return the global L2 norm of the gradients over all ranks; a scalar on the device. A collective."""
         norm = get_total_norm([p.grad for p in self.parameters() if p.grad is not None])
@@ -104,35 +100,70 @@ class Optimizer:
             part.zero_grad(set_to_none=True)
 
 
-def build_optimizer(policy: Policy, config: OptimConfig) -> Optimizer:
+def build_optimizer(policy: Policy, config: OptimConfig, *, offloads: bool = False) -> Optimizer:
     """Return AdamW for all trainable parameters, Muon for the matrices of the blocks and AdamW for the rest, or the
     user's optimizer for all.
 
-    Raises ConfigError when nothing is trainable, or an optimizer of the user's cannot be built.
+    `offloads`: moments lie on the host. Each block has optimizers of its own then, and its moments visit the device
+    while those step. Raises ConfigError when nothing is trainable, or an optimizer of the user's cannot be built.
     """
     trainable = [parameter for parameter in policy.parameters() if parameter.requires_grad]
     if not trainable:
         raise ConfigError("no parameter of the model is trainable: check trainer.lora.target_modules")
-    matrices = []
-    if config.type.name == "muon":
-        matrices = _matrices(policy.lm)
+    if config.type.is_own:
+        given = {"params": _decayed(trainable, config), "lr": config.lr}
+        parts = [build_part(config.type.name, config.type.settings, {}, "trainer.optim.type", given)]
+    else:
+        parts = _parts(policy.lm, trainable, config, by_block=offloads)
+    for part in parts if offloads else ():
+        part.register_step_pre_hook(lambda part, *_: _move_moments(part, to_host=False))
+        part.register_step_post_hook(lambda part, *_: _move_moments(part, to_host=True))
+        part.register_load_state_dict_post_hook(partial(_move_moments, to_host=True))
+    return Optimizer(parts, config.max_grad_norm)
+
+
+def _parts(
+    lm: PreTrainedModel, trainable: list[nn.Parameter], config: OptimConfig, *, by_block: bool
+) -> list[torch.optim.Optimizer]:
+    """Return AdamW, then perhaps Muon; `by_block`: for each block its own."""
+    portions = partial(_by_block, lm) if by_block else lambda parameters: [parameters]
+    matrices = _matrices(lm) if config.type.name == "muon" else []
     matrix_ids = {id(parameter) for parameter in matrices}
     rest = [parameter for parameter in trainable if id(parameter) not in matrix_ids]
+    adamw = partial(torch.optim.AdamW, lr=config.lr, betas=config.betas, eps=config.eps, fused=True)
+    muon = partial(ShardedMuon, lr=config.muon_lr, momentum=_MUON_MOMENTUM, weight_decay=config.weight_decay,
+                   head_rows=_head_rows(lm))  # fmt: skip
+    parts = [adamw(_decayed(portion, config)) for portion in portions(rest)]
+    return [*parts, *(muon(portion) for portion in portions(matrices) if portion)]
+
+
+def _decayed(parameters: list[nn.Parameter], config: OptimConfig) -> list[dict[str, Any]]:
+    """Return the groups of AdamW: norms and biases keep their scale."""
     groups = [
-        {"params": [p for p in rest if p.ndim >= 2], "weight_decay": config.weight_decay},
-        {"params": [p for p in rest if p.ndim < 2], "weight_decay": 0.0},  # norms and biases keep their scale
+        {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": config.weight_decay},
+        {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
     ]
-    filled = [group for group in groups if group["params"]]
-    if config.type.is_own:
-        given = {"params": filled, "lr": config.lr}
-        own = build_part(config.type.name, config.type.settings, {}, "trainer.optim.type", given)
-        return Optimizer([own], config.max_grad_norm)
-    adamw = torch.optim.AdamW(filled, lr=config.lr, betas=config.betas, eps=config.eps, fused=True)
-    parts: list[torch.optim.Optimizer] = [adamw]
-    if matrices:
-        head_rows = _head_rows(policy.lm)
-        parts.append(ShardedMuon(matrices, config.muon_lr, _MUON_MOMENTUM, config.weight_decay, head_rows))
-    return Optimizer(parts, config.max_grad_norm)
+    return [group for group in groups if group["params"]]
+
+
+def _by_block(lm: PreTrainedModel, parameters: list[nn.Parameter]) -> list[list[nn.Parameter]]:
+    """Return what belongs to no block, then each block's own of `parameters`."""
+    block_of = {id(parameter): index for index, block in enumerate(blocks(lm)) for parameter in block.parameters()}
+    portions: dict[int, list[nn.Parameter]] = {-1: []}
+    for parameter in parameters:
+        portions.setdefault(block_of.get(id(parameter), -1), []).append(parameter)
+    return [portion for portion in portions.values() if portion]
+
+
+def _move_moments(part: torch.optim.Optimizer, *, to_host: bool) -> None:
+    """Move the moments of `part` to pinned host memory or to the device; counts of steps stay on the device."""
+    for parameter, state in part.state.items():
+        device = torch.device("cpu") if to_host else parameter.device
+        for name, value in state.items():
+            if isinstance(value, Tensor) and value.ndim:
+                state[name] = value.to(device, non_blocking=True)
+    if to_host and part.state:
+        torch.get_device_module(parameter.device).synchronize()
 
 
 def _matrices(lm: PreTrainedModel) -> list[nn.Parameter]:

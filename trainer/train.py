@@ -98,7 +98,7 @@ class Trainer:
         self.world = worlds.join(trainer)
         self.policy = build_policy(config, model_folder, self.world)
         self.teacher = SelfTeacher(self.policy, channels)
-        self.optimizer = build_optimizer(self.policy, trainer.optim)
+        self.optimizer = build_optimizer(self.policy, trainer.optim, offloads="moments" in trainer.offload)
         self.outer = self._build_outer()
         self.terms = channels.terms(config.completion_length)
         self.publisher = Publisher(config, run_dir, run_id, model_folder, self.world, self.outer)

@@ -78,6 +78,9 @@ class TrainerConfig(BaseConfig):
     """Precision of forward and backward; master weights are float32. auto: float32 on CPU, bfloat16 on CUDA."""
     activation_checkpointing: bool = False
     """Recompute each block in the backward pass: less memory, about a third more compute."""
+    offload: list[Literal["activations", "moments"]] = []
+    """What waits in host memory while a GPU does not use it: the inputs of blocks that are recomputed, and the moments
+    of the optimizer. The results stay the same to the last bit."""
     micro_batch_tokens: int = Field(default=4096, ge=16)
     """Tokens in one packed row; a step uses as many micro-batches as its samples need."""
     optim: OptimConfig = OptimConfig()
@@ -92,6 +95,15 @@ class TrainerConfig(BaseConfig):
     """Checkpoints."""
     weights: WeightStoreConfig = WeightStoreConfig()
     """Storage of published versions."""
+
+    @model_validator(mode="after")
+    def _offload_of_block_inputs(self) -> TrainerConfig:
+        if "activations" in self.offload and not self.activation_checkpointing:
+            raise ValueError(
+                "trainer.offload has 'activations' and trainer.activation_checkpointing is false, which keeps far more "
+                "than the inputs of blocks; set trainer.activation_checkpointing = true or leave 'activations' out"
+            )
+        return self
 
     @model_validator(mode="after")
     def _lora_with_adamw(self) -> TrainerConfig:

@@ -109,9 +109,12 @@ def rank_need(config: Config, shape: ModelShape, *, cuda: bool) -> Need:
     if half:
         parts["gathered blocks"] = 2 * width * shape.parameters // max(shape.layers, 1)
     snapshot = shape.parameters * width
+    on_host = {"moments": parts["moments"], "activations": tokens * shape.hidden * shape.layers * width}
+    offloaded = {name: on_host[name] for name in trainer.offload if cuda}
+    parts |= {name: parts[name] - size for name, size in offloaded.items()}
     parts = {**parts, "runtime": _CUDA_CONTEXT_BYTES if cuda else _RUNTIME_BYTES["rank"] + 2 * snapshot}
     total = sum(parts.values())
-    host = _RUNTIME_BYTES["rank"] + 2 * snapshot if cuda else total
+    host = _RUNTIME_BYTES["rank"] + 2 * snapshot + sum(offloaded.values()) if cuda else total
     return Need(role="trainer rank", host_bytes=host, device_bytes=total if cuda else 0, parts=parts)
 
 

@@ -232,7 +232,8 @@ def test_the_head_equals_float64(place, record_property):
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")
-def test_the_peak_of_a_step_is_near_the_plan(tmp_path):
+@pytest.mark.parametrize("offload", [[], ["activations", "moments"]], ids=["device", "host"])
+def test_the_peak_of_a_step_is_near_the_plan(tmp_path, offload):
     # A model of the sizes of Qwen3-0.6B with random weights. On a CPU the process holds its libraries as well.
     model, row_tokens = tmp_path / "model", 4096
     shape = Qwen3Config(
@@ -241,16 +242,20 @@ def test_the_peak_of_a_step_is_near_the_plan(tmp_path):
     )  # fmt: skip
     AutoModelForCausalLM.from_config(shape, dtype=torch.bfloat16).save_pretrained(model)
     config = make_config(tmp_path, model, device="cuda", dtype="auto", row_tokens=row_tokens)
+    config.trainer.activation_checkpointing, config.trainer.offload = bool(offload), offload
+    torch.cuda.reset_peak_memory_stats()
     need = rank_need(config, ModelShape.read(model), cuda=True)
     lengths = Lengths(row_tokens // 4, row_tokens // 4)
     with joined_world(config) as world:
         policy = build_policy(config, model, world)
-        optimizer = build_optimizer(policy, config.trainer.optim)
+        optimizer = build_optimizer(policy, config.trainer.optim, offloads=bool(offload))
         samples = make_samples(policy.vocabulary, lengths, groups=1)
         settings = config.channels.terms(lengths.reply)
         rows = rows_for(samples, policy, world, share=False, tokens=row_tokens)
         train_step(policy, optimizer, rows, totals(samples), settings, step=1)
         measured = peak_bytes(world.device)
+        moments = {state["exp_avg"].device.type for part in optimizer.parts for state in part.state.values()}
+    assert moments == ({"cpu"} if offload else {"cuda"})
     assert 1 / 2 < measured / (need.device_bytes - need.parts["runtime"]) < 3 / 2
 
 

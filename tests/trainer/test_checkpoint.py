@@ -50,13 +50,13 @@ def multimodal_folder(tmp_path):
     return tmp_path / "model"
 
 
-def trained(run, folder, world, *, thaw: str | None = None):
+def trained(run, folder, world, *, thaw: str | None = None, offloads: bool = False):
     """A policy after one step, and its checkpoints; `thaw`: let the parameters with this in their name be trained."""
     policy = build_policy(run.config, folder, world)
     for name, parameter in policy.named_parameters():
         if thaw is not None and thaw in name:
             parameter.requires_grad_(True)
-    optimizer = build_optimizer(policy, run.config.trainer.optim)
+    optimizer = build_optimizer(policy, run.config.trainer.optim, offloads=offloads)
     samples = make_samples(1)
     settings = run.config.channels.terms(32)
     train_step(policy, optimizer, rows_of(samples, world.device), totals(samples), settings, step=1)
@@ -116,6 +116,24 @@ def test_an_older_checkpoint_with_the_frozen_base_is_loaded(make_run, model_fold
             parameter.add_(1.0 if parameter.requires_grad else 0.0)
     checkpoints.load(1)
     assert all(torch.equal(dict(policy.named_parameters())[name].full_tensor(), adapters[name]) for name in adapters)
+
+
+@pytest.mark.parametrize("offloads", [True, False])
+def test_a_checkpoint_does_not_fix_settings(make_run, model_folder, world, offloads):
+    # Moments on the host have one optimizer a block: one of the whole model loads its checkpoint, and the other way
+    # round. So does a run with another weight decay, which keeps it.
+    run = make_run(trainer={"optim": {"type": "muon"}})
+    policy, optimizer, checkpoints = trained(run, model_folder, world, offloads=offloads)
+    checkpoints.save(1, SavingOrchestrator())
+    written = get_state_dict(policy, optimizer.parts)[1]["state"]
+    resumed = make_run(trainer={"optim": {"type": "muon", "weight_decay": 0.3}})
+    policy, optimizer, checkpoints = trained(resumed, model_folder, world, offloads=not offloads)
+    train_step(policy, optimizer, rows_of(make_samples(2), world.device), totals(make_samples(2)),
+               run.config.channels.terms(32), step=2)  # fmt: skip
+    checkpoints.load(1)
+    state = get_state_dict(policy, optimizer.parts)[1]["state"]
+    assert all(torch.equal(value, state[name][key]) for name in written for key, value in written[name].items())
+    assert {group["weight_decay"] for group in optimizer.groups()} == {0.0, 0.3}
 
 
 def test_the_thread_that_writes_has_the_device_of_its_rank(make_run, model_folder, world, monkeypatch):

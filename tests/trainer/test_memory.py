@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 
+import pytest
 import torch
 from accelerate import init_empty_weights
+from pydantic import ValidationError
 from small_runs import make_config
 from transformers import AutoModelForCausalLM, Qwen3Config
 
@@ -56,6 +58,22 @@ def test_other_weights_are_planned(model_folder, tmp_path):
     assert planned(sdpo=average, policy={"kl": {"weight": 0.1}})[0] == 4 * shape.parameters
     assert planned({"rank": 2}, replay_dpo={"weight": 1.0})[0] == 0
     assert planned(replay_dpo={"weight": 1.0, "loss": "simpo"}) == (0, plain)
+
+
+def test_what_is_offloaded_is_planned_on_the_host(model_folder, tmp_path):
+    # Of AdamW 8 bytes a parameter, and each block's input, move from a GPU to the host. On a CPU they are there anyway.
+    shape, needs = ModelShape.read(model_folder), {}
+    for cuda in (True, False):
+        for offload in ([], ["activations", "moments"]):
+            trainer = {"activation_checkpointing": True, "offload": offload}
+            config = make_config(model_folder, tmp_path, trainer=trainer)
+            needs[cuda, bool(offload)] = rank_need(config, shape, cuda=cuda)
+    moved = 8 * shape.parameters + 128 * shape.hidden * shape.layers * 2
+    assert needs[True, True].device_bytes == needs[True, False].device_bytes - moved
+    assert needs[True, True].host_bytes == needs[True, False].host_bytes + moved
+    assert needs[False, True] == needs[False, False]
+    with pytest.raises(ValidationError, match="activation_checkpointing"):
+        make_config(model_folder, tmp_path, trainer={"offload": ["activations"]})
 
 
 def test_shape_of_a_folder_is_the_model_s(model_folder, tmp_path):

@@ -1,13 +1,20 @@
 """The optimizer against AdamW and clipping as their papers state them, in float64."""
 
 import math
+from collections import Counter
 
 import pytest
 import torch
-from test_step import setup, whole
+from small_runs import make_config, make_samples, rows_of
+from test_step import SETTINGS, setup, whole
+from torch.autograd import graph
 from torch.distributed.tensor import distribute_tensor
 
 from composer_prime.errors import ConfigError
+from composer_prime.packing.pack import totals
+from trainer.model.build import blocks, build_policy
+from trainer.optim import build_optimizer
+from trainer.train import train_step
 
 LR, DECAY, EPS, BETA1, BETA2, MAX_NORM = 1e-2, 0.1, 1e-8, 0.9, 0.95, 0.7
 RATIOS = (0.5, 1.0, 0.25)
@@ -82,3 +89,33 @@ def test_an_optimizer_of_the_user_s_is_built_with_its_settings(model_folder, tmp
     assert len(list(optimizer.parameters())) == len(list(policy.parameters()))
     with pytest.raises(ConfigError, match=r"trainer\.optim\.type"):
         setup(model_folder, tmp_path, world, optim={"type": own["type"] | {"settings": {"no_such": 1}}})
+
+
+@pytest.mark.parametrize("kind", ["adamw", "muon"])
+def test_offloading_changes_no_bit(model_folder, tmp_path, world, monkeypatch, kind):
+    # Three steps with activations and moments on the host and without are the same. Each row's input of a block is
+    # saved once, and read again from its copy; a block's moments have an optimizer of their own.
+    saved, read, ends, steps = [], [], [], [make_samples(step, 6) for step in (1, 2, 3)]
+
+    class Saving(graph.save_on_cpu):
+        def __init__(self, **options):
+            super().__init__(**options)
+            self.pack_hook = lambda tensor, pack=self.pack_hook: saved.append(tensor) or pack(tensor)
+
+    monkeypatch.setattr(graph, "save_on_cpu", Saving)
+    for offload in ([], ["activations", "moments"]):
+        trainer = {"activation_checkpointing": True, "optim": {"type": kind, "lr": LR}, "offload": offload}
+        config = make_config(model_folder, tmp_path, trainer=trainer)
+        policy = build_policy(config, model_folder, world)
+        optimizer = build_optimizer(policy, config.trainer.optim, offloads="moments" in offload)
+        read.clear()
+        for block in blocks(policy.lm):
+            block.register_forward_pre_hook(lambda _, given: read.append(given[0]))
+        for samples in steps:
+            rows = rows_of(samples, world.device)
+            train_step(policy, optimizer, rows, totals(samples), SETTINGS, step=1)
+        ends.append(whole(policy))
+    assert all(torch.equal(value, ends[1][name]) for name, value in ends[0].items())
+    places = Counter(tensor.data_ptr() for tensor in saved)
+    assert [places[tensor.data_ptr()] for tensor in read] == [1, 1, 0, 0] * (len(read) // 4) and read
+    assert len(optimizer.parts) == (1 + 2) + (2 if kind == "muon" else 0)

@@ -50,7 +50,8 @@ def build_policy(config: Config, folder: Path, world: World) -> Policy:
     """
     attention = attention_name(config.model.attention, world.device.type, world.compute_dtype)
     torch.manual_seed(config.run.seed)
-    policy = Policy(empty_model(folder, attention, config), attention, adapted=config.trainer.lora is not None)
+    adapted, offloads = config.trainer.lora is not None, "activations" in config.trainer.offload
+    policy = Policy(empty_model(folder, attention, config), attention, adapted=adapted, offloads=offloads)
     buffers = {name: buffer.to(world.device, copy=True) for name, buffer in policy.named_buffers()}
     shard_policy(policy, world)
     policy.to_empty(device=world.device)

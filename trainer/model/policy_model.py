@@ -40,6 +40,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import unset_fake_temporarily
+from torch.autograd import graph
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.attention.bias import causal_lower_right
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
@@ -72,8 +73,11 @@ Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 class Policy(nn.Module):
     """A Hugging Face causal language model as the trainer sees it; its parameters keep their names below `lm.`."""
 
-    def __init__(self, lm: PreTrainedModel, attention: str, *, adapted: bool = False) -> None:
-        """`attention` is transformers' name; `adapted`: `lm` carries low-rank adapters."""
+    def __init__(self, lm: PreTrainedModel, attention: str, *, adapted: bool = False, offloads: bool = False) -> None:
+        """`attention` is transformers' name; `adapted`: `lm` carries low-rank adapters.
+
+        `offloads`: what the backward pass needs waits on the host; with checkpointing, that is each block's input.
+        """
         super().__init__()
         self.lm = lm
         self.attention = attention
@@ -82,6 +86,7 @@ class Policy(nn.Module):
         self.is_recurrent = bool(recurrent)
         for layer in recurrent:
             layer.forward = partial(_restart, layer.forward)
+        self._saved = partial(graph.save_on_cpu, pin_memory=True) if offloads else nullcontext
 
     @property
     def shares_prefixes(self) -> bool:
@@ -119,13 +124,15 @@ class Policy(nn.Module):
 
     def _hidden(self, reading: Reading) -> Tensor:
         borders = {"packed_trees": reading.trees} if self.is_recurrent else {}
-        return self.lm.base_model(
-            input_ids=reading.input_ids,
-            position_ids=reading.position_ids,
-            attention_mask=self._masks(reading) if self.attention == "eager" else None,
-            use_cache=False,
-            **borders | packing_arguments(self.attention, reading.trees, reading.input_ids.device),
-        ).last_hidden_state[0]
+        with self._saved():
+            output = self.lm.base_model(
+                input_ids=reading.input_ids,
+                position_ids=reading.position_ids,
+                attention_mask=self._masks(reading) if self.attention == "eager" else None,
+                use_cache=False,
+                **borders | packing_arguments(self.attention, reading.trees, reading.input_ids.device),
+            )
+        return output.last_hidden_state[0]
 
     def _masks(self, reading: Reading) -> Tensor | dict[str, Tensor] | None:
         """Return eager masks, [1, 1, N, N] a kind of layer: gpt-oss drops the position ids."""

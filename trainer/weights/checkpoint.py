@@ -133,6 +133,7 @@ class Checkpoints:
         """
         folder = self.run_dir.checkpoint(step) / "trainer"
         state = self._state(step)
+        settings = state["optimizer"].pop("param_groups")  # A resumed run may have other ones.
         try:
             written, now = (folder.parent / "COMPLETE").read_text(), self._sums(folder.parent)
             if written and (changed := now.difference(written.split("\n"))):  # Earlier releases wrote nothing there.
@@ -146,12 +147,9 @@ class Checkpoints:
             ) from error
         if state["meta"] != {"step": step, "format": FORMAT}:
             raise CheckpointError(f"checkpoint {folder} says {state['meta']}, expected step {step}, format {FORMAT}")
-        # Hyper-parameters come from the configuration: a resumed run may change them.
-        settings = self.optimizer.settings()
+        moments = state["optimizer"] | {"param_groups": settings}
         set_state_dict(self.policy, self.optimizer.parts, model_state_dict=state["model"],
-                       optim_state_dict=state["optimizer"], options=PARTIAL)  # fmt: skip
-        for group, configured in zip(self.optimizer.groups(), settings, strict=True):
-            group.update(configured)
+                       optim_state_dict=moments, options=PARTIAL)  # fmt: skip
         for name in absent:
             self.teacher.begin(name)
         for key, value in state.get("random", {}).items():
