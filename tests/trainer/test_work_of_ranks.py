@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import time
 from collections import Counter
@@ -12,8 +13,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from rank_process import start_ranks
+from safetensors.torch import load_file
 from torch.distributed.tensor import Shard, distribute_tensor
+from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from composer_prime.config import Config, load
 from composer_prime.run.run_dir import RunDir
@@ -71,6 +75,54 @@ def test_long_work_of_rank_0_is_no_silence_in_a_collective(make_run, work):
     run = make_run()
     ranks = start_ranks([run.dir.root] * 2, work=work)
     assert [rank.wait(100) for rank in ranks] == [0, 0], "".join(rank.output for rank in ranks)
+
+
+def peak_bytes(work, peaks: list[int]):
+    """`work`, counting the largest growth of tensors on the CPU that its thread sees."""
+
+    def wrapped(*args):
+        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
+            result = work(*args)
+        events = [event for event in recorded.profiler.kineto_results.events() if event.name() == "[memory]"]
+        sizes = [event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())]
+        peaks.append(max(itertools.accumulate(sizes)))
+        return result
+
+    return wrapped
+
+
+def weighs(folder: str) -> None:
+    os.environ["HF_DEACTIVATE_ASYNC_LOAD"] = "1"  # transformers reads on this thread
+    config, run_dir, world = joined(folder)
+    model, peaks = Path(config.model.path), []
+    build._whole_state = peak_bytes(build._whole_state, peaks)
+    policy = build.build_policy(config, model, world)
+    publisher = publish.Publisher(config, run_dir, "run", model, world, None)
+
+    def publishes_all() -> None:
+        publisher.publish(policy, 0)
+        publisher.settle()
+        publisher.export(policy, run_dir.final)
+
+    peak_bytes(publishes_all, peaks)()
+    size = sum(parameter.numel() for parameter in policy.parameters())
+    loading, publishing = [peak / size for peak in peaks] if world.first else (3.0, 2.0 + peaks[0] / size)
+    assert 2.0 <= loading < 3.1 and 2.0 <= publishing < 2.5, peaks
+    start = load_file(model / "model.safetensors")
+    assert all(torch.equal(p.full_tensor(), start[name].float()) for name, p in policy.lm.named_parameters())
+    os._exit(0)
+
+
+def test_rank_0_never_holds_the_model_in_float32(make_run, tmp_path):
+    # Of a bfloat16 folder rank 0 holds, in bytes a parameter of the whole: while loading the folder's weights (2) and
+    # a block in float32, while publishing and writing final/ the version (2) and a tensor. Rank 1 holds a tensor.
+    torch.manual_seed(0)
+    shape = Qwen3Config(vocab_size=512, hidden_size=256, intermediate_size=512, num_hidden_layers=8, head_dim=64,
+                        num_attention_heads=4, num_key_value_heads=2, tie_word_embeddings=False)  # fmt: skip
+    Qwen3ForCausalLM(shape).to(torch.bfloat16).save_pretrained(tmp_path / "bf16")
+    run = make_run(model={"path": str(tmp_path / "bf16")}, inference={"dtype": "bfloat16"})
+    ranks = start_ranks([run.dir.root] * 2, work=weighs)
+    assert [rank.wait(100) for rank in ranks] == [0] * 2, "".join(rank.output for rank in ranks)
 
 
 class SentBytes(TorchDispatchMode):

@@ -1,10 +1,11 @@
 """From a model folder to a sharded policy.
 
     every rank: the architecture without values (meta device) -> FSDP2 shards -> empty storage on the device
-    rank 0:     the folder's weights in float32 on the CPU ----scatter, tensor by tensor----> all shards
+    rank 0:     the folder's weights on the CPU, as stored ----scatter in float32, tensor by tensor----> all shards
 
-Rank 0 alone ever holds the whole model, on the CPU. It also checks that packed rows give the same
-log-probabilities (`check_packing`), and finds what text never reaches, such as a vision tower: no rank trains it.
+Rank 0 alone ever holds the whole model, on the CPU, in the type of the folder. It also checks that packed rows give
+the same log-probabilities (`check_packing`), and finds what text never reaches, such as a vision tower: no rank trains
+it.
 """
 
 from __future__ import annotations
@@ -22,7 +23,9 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from accelerate import init_empty_weights
+from safetensors import safe_open
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
@@ -30,6 +33,7 @@ from transformers.utils import logging as transformers_logging
 
 from composer_prime.config import Config
 from composer_prime.errors import ConfigError, ModelNotFoundError
+from composer_prime.model_source import weight_files
 from trainer.data import first_alone, reading_of
 from trainer.model.adapters import inject_adapters
 from trainer.model.policy_model import FORWARD_METHODS, PACKED, Policy, attention_name
@@ -58,7 +62,7 @@ def build_policy(config: Config, folder: Path, world: World) -> Policy:
     policy.lm.tie_weights()
     for name, buffer in policy.named_buffers():
         buffer.copy_(buffers[name])
-    load = functools.partial(_whole_state, config, folder, attention)
+    load = functools.partial(_whole_state, config, folder, attention, policy)
     state, unreached = first_alone(world, "training", "the model that rank 0 loads", load) or ({}, [])
     _scatter(policy, state, world)
     frozen = set(gather_texts("\n".join(unreached))[0].splitlines())
@@ -142,20 +146,56 @@ def shard_policy(policy: Policy, world: World) -> None:
             module.set_force_sum_reduction_for_comms(True)
 
 
-def _whole_state(config: Config, folder: Path, attention: str) -> tuple[dict[str, Tensor], list[str]]:
+def _whole_state(config: Config, folder: Path, attention: str, policy: Policy) -> tuple[dict[str, Tensor], list[str]]:
     """Return on rank 0 every parameter and stored buffer, and the names of those to freeze. Raises ConfigError."""
     transformers_logging.disable_progress_bar()
     on_cpu = PACKED if attention == PACKED else "eager"
     try:
         lm = AutoModelForCausalLM.from_pretrained(
-            folder, dtype=torch.float32, attn_implementation=on_cpu, local_files_only=True
+            folder, dtype=_stored_type(folder, policy.lm), attn_implementation=on_cpu, local_files_only=True
         )
     except (OSError, ValueError) as error:
         raise ModelNotFoundError(f"model.path: no model can be loaded from {folder}: {error}") from None
-    check_packing(lm)
+    with _in_float32(lm):
+        check_packing(lm)
     _adapt(lm, config)
     state = {f"lm.{name}": tensor.detach() for name, tensor in [*lm.named_parameters(), *frozen_buffers(lm).items()]}
-    return state, [f"lm.{name}" for name in unreached_parameters(lm)]
+    with _in_float32(lm):
+        return state, [f"lm.{name}" for name in unreached_parameters(lm)]
+
+
+def _stored_type(folder: Path, lm: PreTrainedModel) -> torch.dtype:
+    """Return the type of the folder's weights; float32 where they have several, but for those that stay in float32."""
+    kept, types = [*(lm._keep_in_fp32_modules_strict or ())], set()
+    for file in weight_files(folder):
+        with safe_open(file, "pt") as tensors:
+            names = [name for name in tensors.keys() if not any(part in name for part in kept)]  # noqa: SIM118
+            types |= {tensors.get_slice(name).get_dtype() for name in names}
+    stored = types.pop() if len(types) == 1 else ""
+    return {"BF16": torch.bfloat16, "F16": torch.float16}.get(stored, torch.float32)
+
+
+@contextmanager
+def _in_float32(lm: PreTrainedModel) -> Iterator[None]:
+    """Let `lm` compute in float32 inside the block. A decoder block is converted only while it runs."""
+    stored = [(parameter, parameter.data) for parameter in lm.parameters()]
+    of_blocks = {id(parameter): parameter.data for block in blocks(lm) for parameter in block.parameters()}
+
+    def restore(block: nn.Module, *_: object) -> None:
+        for parameter in block.parameters():
+            parameter.data = of_blocks[id(parameter)]
+
+    handles = [block.register_forward_pre_hook(lambda block, _: block.float() and None) for block in blocks(lm)]
+    handles += [block.register_forward_hook(restore, always_call=True) for block in blocks(lm)]
+    for parameter, values in stored:
+        parameter.data = values if id(parameter) in of_blocks else values.float()
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+        for parameter, values in stored:
+            parameter.data = values
 
 
 def unreached_parameters(lm: PreTrainedModel) -> list[str]:
@@ -164,7 +204,8 @@ def unreached_parameters(lm: PreTrainedModel) -> list[str]:
     A block counts as a whole: an expert that a short text does not choose is still trained.
     """
     ids = torch.arange(PROBE_LENGTHS[0])[None] % lm.config.get_text_config().vocab_size
-    with torch.enable_grad(), _plain_attention(lm):
+    nothing_kept = saved_tensors_hooks(lambda _: torch.empty(0), lambda kept: kept)  # No backward pass follows.
+    with torch.enable_grad(), _plain_attention(lm), nothing_kept:
         reached = _leaves(lm(input_ids=ids, use_cache=False).logits)
     for block in blocks(lm):
         parameters = {id(parameter) for parameter in block.parameters()}
@@ -198,7 +239,7 @@ def frozen_buffers(lm: PreTrainedModel) -> dict[str, Tensor]:
 def _scatter(policy: Policy, state: dict[str, Tensor], world: World) -> None:
     for name, parameter in policy.named_parameters():
         assert isinstance(parameter, DTensor)
-        on_first = state.pop(name).to(world.device) if world.first else None
+        on_first = state.pop(name).to(world.device, torch.float32) if world.first else None
         whole = torch.empty(parameter.shape, device=world.device) if on_first is None else on_first
         parameter.copy_(distribute_tensor(whole, parameter.device_mesh, parameter.placements))
     for name, buffer in frozen_buffers(policy.lm).items():

@@ -205,6 +205,7 @@ class Publisher:
 
         Raises CheckpointError when `target` cannot be written.
         """
+        self._copies.clear()  # Rank 0 has the model once.
         export(policy, self._config, self._folder, target, self._world, self.dtype)
 
     def _begin(self, work: Callable[[], None]) -> None:
