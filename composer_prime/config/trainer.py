@@ -78,6 +78,8 @@ class TrainerConfig(BaseConfig):
     """Precision of forward and backward; master weights are float32. auto: float32 on CPU, bfloat16 on CUDA."""
     activation_checkpointing: bool = False
     """Recompute each block in the backward pass: less memory, about a third more compute."""
+    compile: str | None = None
+    """Backend of torch.compile for each block, usually inductor; its first step takes minutes. None: not compiled."""
     offload: list[Literal["activations", "moments"]] = []
     """What waits in host memory while a GPU does not use it: the inputs of blocks that are recomputed, and the moments
     of the optimizer. The results stay the same to the last bit."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -52,7 +53,7 @@ def with_gradients(attend, inputs) -> list[torch.Tensor]:
 
 def ours(trees, **options):
     return lambda *inputs: packed_attention(
-        torch.nn.Module(), *inputs, attention_mask=None, packed_trees=trees, **options
+        torch.nn.Module(), *inputs, attention_mask=None, packed_trees=SimpleNamespace(trees=trees), **options
     )[0]
 
 

@@ -12,7 +12,7 @@ from torch.distributed.tensor import distribute_tensor
 
 from composer_prime.errors import ConfigError
 from composer_prime.packing.pack import totals
-from trainer.model.build import blocks, build_policy
+from trainer.model.build import blocks, build_policy, compile_blocks
 from trainer.optim import build_optimizer
 from trainer.train import train_step
 
@@ -119,3 +119,25 @@ def test_offloading_changes_no_bit(model_folder, tmp_path, world, monkeypatch, k
     places = Counter(tensor.data_ptr() for tensor in saved)
     assert [places[tensor.data_ptr()] for tensor in read] == [1, 1, 0, 0] * (len(read) // 4) and read
     assert len(optimizer.parts) == (1 + 2) + (2 if kind == "muon" else 0)
+
+
+@pytest.mark.slow
+def test_compiled_blocks_take_the_same_steps(model_folder, tmp_path, world):
+    # With recomputation, on rows of changing lengths and numbers of documents: losses to 1e-5, and no graph is compiled
+    # after the first step. A backend that torch does not have is refused.
+    losses = {}
+    for backend in (None, "aot_eager"):
+        torch._dynamo.reset()
+        settings = {"compile": backend, "activation_checkpointing": True}
+        policy, optimizer = setup(model_folder, tmp_path, world, **settings)
+        graphs = []
+        for step in (1, 2, 3):
+            samples = make_samples(step, 4 + step)
+            rows = rows_of(samples, world.device, 64 * step)
+            metrics = train_step(policy, optimizer, rows, totals(samples), SETTINGS, step=step)
+            losses.setdefault(backend, []).append(metrics["loss/total"])
+            graphs.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
+        assert len(set(graphs)) == 1 and (graphs[0] > 0) == (backend is not None), graphs
+    assert losses["aot_eager"] == pytest.approx(losses[None], abs=1e-5)
+    with pytest.raises(ConfigError, match="no_such"):
+        compile_blocks(policy, "no_such")

@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor, distribute_tensor
-from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
 from composer_prime.config import Config
@@ -36,7 +36,15 @@ from composer_prime.errors import ConfigError, ModelNotFoundError
 from composer_prime.model_source import weight_files
 from trainer.data import first_alone, reading_of
 from trainer.model.adapters import inject_adapters
-from trainer.model.policy_model import FORWARD_METHODS, PACKED, Policy, attention_name
+from trainer.model.policy_model import (
+    FLASH,
+    FORWARD_METHODS,
+    PACKED,
+    Policy,
+    attention_name,
+    flash_attention,
+    packed_attention,
+)
 from trainer.world import World, gather_texts
 
 PROBE_LENGTHS = (7, 12)
@@ -71,6 +79,8 @@ def build_policy(config: Config, folder: Path, world: World) -> Policy:
             parameter.requires_grad_(False)
     if config.trainer.activation_checkpointing:
         policy.lm.gradient_checkpointing_enable({"use_reentrant": False})
+    if config.trainer.compile is not None:
+        compile_blocks(policy, config.trainer.compile)
     return policy.train()
 
 
@@ -144,6 +154,20 @@ def shard_policy(policy: Policy, world: World) -> None:
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
+
+
+def compile_blocks(policy: Policy, backend: str) -> None:
+    """Compile each block once, for rows of all lengths. Attention runs as it is: its calls follow the trees of a row.
+
+    Raises ConfigError for a backend that torch does not have.
+    """
+    known = torch.compiler.list_backends(exclude_tags=())
+    if backend not in known:
+        raise ConfigError(f"trainer.compile is {backend!r}, which torch does not have here; use {', '.join(known)}")
+    for name, attend in ((PACKED, packed_attention), (FLASH, flash_attention)):
+        AttentionInterface.register(name, torch.compiler.disable(attend))
+    for block in blocks(policy.lm):
+        block.compile(backend=backend, dynamic=True)
 
 
 def _whole_state(config: Config, folder: Path, attention: str, policy: Policy) -> tuple[dict[str, Tensor], list[str]]:

@@ -33,6 +33,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -184,7 +185,7 @@ def packing_arguments(name: str, trees: tuple[Tree, ...], device: torch.device) 
     `eager` has masks of its own instead, and cannot share prefixes.
     """
     if name == PACKED:
-        return {"packed_trees": trees}
+        return {"packed_trees": SimpleNamespace(trees=trees)}  # A compiled block would depend on the length of a tuple.
     if name != FLASH:
         return {}
     queries, keys = _runs(trees)
@@ -236,7 +237,7 @@ def packed_attention(
     value: Tensor,
     attention_mask: Tensor | None,
     *,
-    packed_trees: tuple[Tree, ...] | None = None,
+    packed_trees: SimpleNamespace | None = None,
     **options: Any,
 ) -> tuple[Tensor, None]:
     """Attend with transformers' signature: query [1, heads, N, D], key and value [1, key-value heads, N, D].
@@ -254,9 +255,9 @@ def packed_attention(
     dropout, scaling = options.get("dropout", 0.0), options.get("scaling")
     sliding_window = options.get("sliding_window")
     outputs: list[Tensor] = []
-    sizes = [tree.tokens for tree in packed_trees]
+    sizes = [tree.tokens for tree in packed_trees.trees]
     splits = (each.split(sizes, dim=2) for each in (query, key, value))
-    for tree, q, k, v in zip(packed_trees, *splits, strict=True):
+    for tree, q, k, v in zip(packed_trees.trees, *splits, strict=True):
         window = None if sliding_window is None or tree.longest <= sliding_window else sliding_window
         plain = window is None and dropout == 0.0 and query.shape[3] == value.shape[3]
         if tree.branches and plain and query.device.type == "cpu":
