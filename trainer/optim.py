@@ -7,7 +7,7 @@ fused experts [experts, rows, columns] is a matrix an expert. The ranks share th
 
 torch.optim.Muon multiplies shards of one matrix across ranks in each of its five iterations, in bfloat16, so two ranks
 end elsewhere than one (measured: 10 % of an update). Here one rank orthogonalizes each matrix whole, and any number of
-ranks takes the same step.
+ranks takes the same step. With replicas of the weights, each does this for itself.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
@@ -154,14 +153,15 @@ class ShardedMuon(torch.optim.Optimizer):
     def step(self, closure: None = None) -> None:
         for group in self.param_groups:
             parameters = [parameter for parameter in group["params"] if parameter.grad is not None]
-            ranks = dist.get_world_size() if dist.is_initialized() else 1
+            first = _within_replica(parameters[0]) if parameters else None
+            ranks = first.device_mesh.size() if isinstance(first, DTensor) else 1
             for start in range(0, len(parameters), ranks):
                 self._step_together(parameters[start : start + ranks], group)
 
     def _step_together(self, parameters: list[nn.Parameter], group: dict[str, Any]) -> None:
-        """Update at most as many matrices as there are ranks: each orthogonalizes one."""
-        updates = [self._lookahead(parameter, group["momentum"]) for parameter in parameters]
-        for parameter, direction in zip(parameters, _orthogonal(updates), strict=True):
+        """Update at most as many matrices as there are ranks of a replica: each orthogonalizes one."""
+        updates = [_within_replica(self._lookahead(parameter, group["momentum"])) for parameter in parameters]
+        for parameter, direction in zip(map(_within_replica, parameters), _orthogonal(updates), strict=True):
             parameter.mul_(1.0 - group["lr"] * group["weight_decay"])
             parameter.add_(direction, alpha=-group["lr"])
 
@@ -173,6 +173,14 @@ class ShardedMuon(torch.optim.Optimizer):
             state["momentum_buffer"] = torch.zeros_like(grad)
         state["momentum_buffer"].lerp_(grad, 1.0 - momentum)
         return grad.lerp(state["momentum_buffer"], momentum)
+
+
+def _within_replica(tensor: Tensor) -> Tensor:
+    """Return `tensor` as its replica's ranks alone hold it; it shares memory with it."""
+    if not isinstance(tensor, DTensor) or tensor.device_mesh.ndim == 1:
+        return tensor
+    shards, (*_, placement) = tensor.device_mesh["shard"], tensor.placements
+    return DTensor.from_local(tensor.to_local(), shards, [placement], shape=tensor.shape, stride=tensor.stride())
 
 
 def _orthogonal(updates: list[Any]) -> list[Tensor]:

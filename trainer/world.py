@@ -28,6 +28,16 @@ _COLLECTIVE_TIMEOUT_S = 600.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Context:
+    """The context group of this rank: its ranks share each row, and its first gets the batches and reports."""
+
+    group: dist.ProcessGroup
+    rank: int
+    """Within the group."""
+    size: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class World:
     """This rank and its place."""
 
@@ -37,7 +47,9 @@ class World:
     compute_dtype: torch.dtype
     """Forward and backward; masters are float32."""
     mesh: DeviceMesh
-    """One dimension, `shard`: FSDP2 over all ranks."""
+    """`shard`, FSDP2 over all ranks; with replicas `replicate` before it (HSDP)."""
+    context: Context | None
+    """None where each rank has rows of its own."""
 
     @property
     def first(self) -> bool:
@@ -47,7 +59,7 @@ class World:
 def join(config: TrainerConfig) -> World:
     """Join the other ranks that torchrun's environment describes; without one this is the only rank.
 
-    A collective. Raises ConfigError when the device is missing.
+    A collective. Raises ConfigError when the device is missing, or when the settings do not fit so many ranks.
     """
     torch.set_num_threads(config.threads)
     device = _device(config)
@@ -56,6 +68,8 @@ def join(config: TrainerConfig) -> World:
     else:
         dtype = getattr(torch, config.compute_dtype)
     rank, size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+    if problem := config.mesh_problem(size):
+        raise ConfigError(problem)
     if device.type == "cuda":
         torch.cuda.set_device(device)
     dist.init_process_group(
@@ -67,13 +81,26 @@ def join(config: TrainerConfig) -> World:
         world_size=size,
         timeout=timedelta(seconds=_COLLECTIVE_TIMEOUT_S),
     )
+    dense = {"replicate": config.replicas, "shard": size // config.replicas}
+    if config.replicas == 1:
+        del dense["replicate"]
     return World(
         rank=rank,
         size=size,
         device=device,
         compute_dtype=dtype,
-        mesh=init_device_mesh(device.type, (size,), mesh_dim_names=("shard",)),
+        mesh=init_device_mesh(device.type, tuple(dense.values()), mesh_dim_names=tuple(dense)),
+        context=_context(rank, config.context_parallel),
     )
+
+
+def _context(rank: int, size: int) -> Context | None:
+    """Make the context groups of neighbors, `size` ranks each. A collective."""
+    if size == 1:
+        return None
+    group, _ = dist.new_subgroups(size)
+    assert isinstance(group, dist.ProcessGroup)
+    return Context(group=group, rank=rank % size, size=size)
 
 
 def leave() -> None:
@@ -101,6 +128,15 @@ def gather_texts(text: str, group: dist.ProcessGroup | None = None) -> list[str]
     rows = [torch.empty_like(padded) for _ in lengths]
     dist.all_gather(rows, padded, group)
     return [row[:length].numpy().tobytes().decode() for row, length in zip(rows, lengths, strict=True)]
+
+
+def broadcast_bytes(raw: bytes, context: Context) -> bytes:
+    """Return the bytes of the group's first rank; others give none. A collective of the group, over gloo."""
+    size = torch.tensor([len(raw)])
+    dist.broadcast(size, group=context.group, group_src=0)
+    data = torch.frombuffer(bytearray(raw) or bytearray(int(size)), dtype=torch.uint8)
+    dist.broadcast(data, group=context.group, group_src=0)
+    return data.numpy().tobytes()
 
 
 def _device(config: TrainerConfig) -> torch.device:

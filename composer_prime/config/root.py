@@ -120,6 +120,11 @@ def _joint_run(config: Config) -> Iterator[str]:
     diloco = config.diloco
     if diloco is None:
         return
+    if config.trainer.replicas > 1:
+        yield (
+            f"trainer.replicas is {config.trainer.replicas}, but there is a [diloco] table, and a joint run exchanges "
+            "the shards of one copy of the weights: set trainer.replicas = 1, or remove [diloco]"
+        )
     period, steps = diloco.sync_every, config.run.max_steps
     if steps % period:
         yield (
@@ -166,6 +171,15 @@ def _context_fits(config: Config) -> Iterator[str]:
         yield (
             f"trainer.micro_batch_tokens is {config.trainer.micro_batch_tokens}, but a sample may be "
             f"model.max_context = {context} tokens long: set trainer.micro_batch_tokens >= {context}"
+        )
+
+
+def _context_parallel(config: Config) -> Iterator[str]:
+    ranks = config.trainer.context_parallel
+    if ranks > 1 and config.model.attention == "eager":
+        yield (
+            f"trainer.context_parallel is {ranks}, but model.attention is 'eager', which has no part of the heads: "
+            "set model.attention = 'auto', or trainer.context_parallel = 1"
         )
 
 
@@ -290,6 +304,7 @@ def _concurrency_covers_a_group(config: Config) -> Iterator[str]:
 _RULES = (
     _joint_run,
     _context_fits,
+    _context_parallel,
     _flash_in_halves,
     _whole_distribution,
     _family_of_own_rollouts,

@@ -84,8 +84,8 @@ class Need:
 
 def rank_need(config: Config, shape: ModelShape, *, cuda: bool) -> Need:
     """Return the memory of a rank: float32 masters, gradients, moments (sharded), activations."""
-    trainer, ranks = config.trainer, config.trainer.ranks
-    tokens = trainer.micro_batch_tokens
+    trainer = config.trainer
+    ranks, tokens = trainer.ranks // trainer.replicas, trainer.micro_batch_tokens // trainer.context_parallel
     half = trainer.compute_dtype == "bfloat16" or (trainer.compute_dtype == "auto" and cuda)
     width = 2 if half else 4
     trained = trained_parameters(config, shape)

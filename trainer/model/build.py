@@ -28,6 +28,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, Pre
 from transformers.utils import logging as transformers_logging
 
 from composer_prime.config import Config
+from composer_prime.config.trainer import is_softmax_attention
 from composer_prime.errors import ConfigError, ModelNotFoundError
 from trainer.data import first_alone, reading_of
 from trainer.model.adapters import inject_adapters
@@ -49,7 +50,10 @@ def build_policy(config: Config, folder: Path, world: World) -> Policy:
     """
     attention = attention_name(config.model.attention, world.device.type, world.compute_dtype)
     torch.manual_seed(config.run.seed)
-    policy = Policy(empty_model(folder, attention, config), attention, adapted=config.trainer.lora is not None)
+    lm, adapted = empty_model(folder, attention, config), config.trainer.lora is not None
+    if problem := config.trainer.shape_problem(lm.config.get_text_config().to_dict()):
+        raise ConfigError(problem)
+    policy = Policy(lm, attention, adapted=adapted, context=world.context)
     buffers = {name: buffer.to(world.device, copy=True) for name, buffer in policy.named_buffers()}
     shard_policy(policy, world)
     policy.to_empty(device=world.device)
@@ -123,7 +127,7 @@ def blocks(lm: PreTrainedModel) -> list[nn.Module]:
 
 
 def shard_policy(policy: Policy, world: World) -> None:
-    """Apply FSDP2 to each block and to the rest; gradients are summed over ranks in float32, not averaged."""
+    """Apply FSDP2 to each block and to the rest; gradients are summed over all ranks in float32, not averaged."""
     half = world.compute_dtype != torch.float32
     precision = MixedPrecisionPolicy(
         param_dtype=world.compute_dtype, reduce_dtype=torch.float32, cast_forward_inputs=half
@@ -254,7 +258,7 @@ def _plain_attention(lm: PreTrainedModel) -> Iterator[None]:
 
 def _reason(lm: PreTrainedModel) -> str:
     layers = set(getattr(lm.config.get_text_config(), "layer_types", None) or ())
-    recurrent = sorted(kind for kind in layers if not kind.endswith("attention") or kind == "linear_attention")
+    recurrent = sorted(kind for kind in layers if not is_softmax_attention(kind))
     if not recurrent:
         return "this architecture cannot be trained on packed rows"
     return (

@@ -1,0 +1,169 @@
+"""Ranks in other layouts: replicas, context groups and experts' owners train as one rank does."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+from hinted_runs import make_hinted, make_pairs, three_channels
+from rank_process import start_ranks
+from small_runs import VOCABULARY, make_samples
+from step_peer import StepPeer
+from test_ranks import difference, lines
+from test_sft_rows import make_rows
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+from composer_prime.address import free_port
+from composer_prime.config import load
+from composer_prime.config.channels import ChannelsConfig
+from composer_prime.packing.pack import pack, totals
+from composer_prime.run.ledger import check_ledger
+from composer_prime.run.run_dir import RunDir
+from composer_prime.wire.types import Sample, flags, floats, ints, pack_flags, pack_floats, pack_ints
+from trainer import world as worlds
+from trainer.data import checked_row, unpack
+from trainer.model.build import build_policy
+from trainer.model.policy_model import SelfTeacher
+from trainer.optim import build_optimizer
+from trainer.train import backward, train_step
+from trainer.weights.publish import whole_parameters
+
+pytestmark = pytest.mark.process
+
+STEPS, TOLERANCE, PROMPT = 5, 1e-5, 25
+CHANNELS = ChannelsConfig.model_validate(
+    three_channels("ema", kl={"weight": 0.1, "estimator": "k2"}).model_dump() | {"sft": {"weight": 0.5}}
+)
+
+
+def trains(folder: str) -> None:
+    """Train on the same batches in each layout of layouts.json; rank 0 saves gradients, metrics and parameters."""
+    base = load.read_config(RunDir(Path(folder)).config)
+    for name, (port, settings) in json.loads((Path(folder) / "layouts.json").read_text()).items():
+        os.environ["MASTER_PORT"] = str(port)  # a rank must not find the store of the layout before
+        values = base.trainer.model_dump() | settings
+        config = base.model_copy(update={"trainer": type(base.trainer).model_validate(values)})
+        world = worlds.join(config.trainer)
+        policy = build_policy(config, Path(config.model.path), world)
+        results = steps_of(policy, config, world)
+        if world.first:
+            torch.save(results, Path(folder) / f"{name}.pt")
+        worlds.leave()
+
+
+def after_prompt(sample: Sample, step: int) -> Sample:
+    """`sample` behind a prompt that all samples of the step share, so rows hold trees."""
+    prompt = np.random.default_rng(step).integers(0, VOCABULARY, PROMPT)
+    longer = {
+        name: pack(np.r_[np.zeros(PROMPT), unpacked(getattr(sample, name))])
+        for name, pack, unpacked in (("loss_mask", pack_flags, flags), ("logprobs", pack_floats, floats),
+                                     ("advantages", pack_floats, floats))
+    }  # fmt: skip
+    turns = [
+        msgspec.structs.replace(
+            turn, start=turn.start + PROMPT, end=turn.end + PROMPT, teacher_start=turn.teacher_start + PROMPT,
+            teacher_ids=pack_ints(np.r_[prompt, ints(turn.teacher_ids)]),
+        )
+        for turn in sample.distillations
+    ]  # fmt: skip
+    ids = pack_ints(np.r_[prompt, ints(sample.input_ids)])
+    return msgspec.structs.replace(sample, input_ids=ids, distillations=turns, **longer)
+
+
+def steps_of(policy, config, world) -> dict[str, dict]:
+    optimizer, teacher = build_optimizer(policy, config.trainer.optim), SelfTeacher(policy, CHANNELS)
+    terms, sharers, results = CHANNELS.terms(64), config.trainer.context_parallel, {}
+    for step in range(1, STEPS + 1):
+        samples = [after_prompt(sample, step) for sample in make_hinted(step, 7)]
+        units = [*make_pairs(step, 2), *make_rows(2, step)]
+        batches = pack(samples, units, run_id="r", step=step, world_size=world.size // sharers, max_tokens=160)
+        rows = [
+            unpack(checked_row(batch, policy.vocabulary), terms, world.device, share=True, context=world.context)
+            for batch in batches[world.rank // sharers]
+        ]
+        assert world.size > 1 or any(tree.branches for row in rows for tree in row.trees)
+        auxiliary, counts = teacher.prepare(rows), totals(samples, units)
+        if step == 1:
+            backward(policy, rows, counts, step, auxiliary, terms)
+            results["gradients"] = {name: p.grad.full_tensor() for name, p in policy.named_parameters()}
+            optimizer.zero_grad()
+        results[f"metrics {step}"] = train_step(policy, optimizer, rows, counts, terms, step=step, auxiliary=auxiliary)
+        teacher.follow()
+    results["parameters"] = {name: whole.clone() for name, whole in whole_parameters(policy, world, torch.float32)}
+    return results
+
+
+def outcomes(run, layouts: dict[str, dict], ranks: int) -> dict[str, dict]:
+    with_ports = {name: (free_port(), settings) for name, settings in layouts.items()}
+    (run.dir.root / "layouts.json").write_text(json.dumps(with_ports))
+    started = start_ranks([run.dir.root] * ranks, work=trains)
+    assert [rank.wait(400) for rank in started] == [0] * ranks, "".join(rank.output for rank in started)
+    return {name: torch.load(run.dir.root / f"{name}.pt") for name in layouts}
+
+
+def assert_as_one_rank(run, layouts: dict[str, dict], ranks: int) -> None:
+    """All gradients of the first step, metrics of each and final parameters equal those of one rank."""
+    (one,) = outcomes(run, {"one": {}}, 1).values()
+    for name, found in outcomes(run, {name: {"ranks": ranks} | each for name, each in layouts.items()}, ranks).items():
+        for part, values in one.items():
+            assert found[part].keys() == values.keys()
+            for key in (key for key in values if not key.startswith("time/")):
+                gap = torch.as_tensor(found[part][key]) - torch.as_tensor(values[key])
+                assert gap.abs().max() <= TOLERANCE, (name, part, key, gap)
+
+
+def test_replicas_are_one_rank(make_run):
+    # Four ranks as one set of shards, as two replicas of two and as four copies: every loss term, gradients, their norm
+    # and clipping, and parameters after five steps; with Muon too.
+    layouts = {"four": {}, "replicas": {"replicas": 2}, "copies": {"replicas": 4}}
+    run = make_run(trainer={"optim": {"lr": 1e-3, "weight_decay": 0.01, "max_grad_norm": 0.05}})
+    assert_as_one_rank(run, layouts, 4)
+    muon = make_run("muon", trainer={"optim": {"type": "muon"}, "activation_checkpointing": True})
+    assert_as_one_rank(muon, {"replicas": {"replicas": 2}}, 4)
+
+
+def test_ranks_that_share_rows_are_one_rank(make_run, tmp_path):
+    # Twelve heads and three key-value heads over two and four ranks, alone and beside data parallelism and replicas:
+    # whole rows, also odd ones, trees and windows, every loss term, metrics counted once.
+    config = Qwen3Config(
+        vocab_size=VOCABULARY, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=12,
+        num_key_value_heads=3, head_dim=8, use_sliding_window=True, sliding_window=16, max_window_layers=1,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    Qwen3ForCausalLM(config).save_pretrained(tmp_path / "windows")
+    run = make_run(model={"path": str(tmp_path / "windows")}, trainer={"optim": {"lr": 1e-3}})
+    assert_as_one_rank(run, {"cp2": {"context_parallel": 2, "activation_checkpointing": True}}, 2)
+    layouts = {
+        "cp4": {"context_parallel": 4},
+        "dp2-cp2": {"context_parallel": 2},
+        "replicas-cp2": {"context_parallel": 2, "replicas": 2},
+    }
+    assert_as_one_rank(run, layouts, 4)
+
+
+def test_a_resume_may_change_the_layout(make_run):
+    # Two replicas of two ranks that share rows, then two copies, then one rank: losses, counts, ledger, end are those
+    # of one rank throughout; only the first rank of a context group asks for batches.
+    whole, run = make_run("whole", run={"max_steps": 3}), make_run(run={"max_steps": 3})
+    with StepPeer(whole.dir, make_samples, max_steps=3):
+        assert whole.train()[0] == [0]
+    layouts = [{"ranks": 4, "replicas": 2, "context_parallel": 2}, {"ranks": 2, "replicas": 2}, {"ranks": 1}]
+    for steps, settings in enumerate(layouts, 1):
+        values = {"run": {"max_steps": steps, "resume": steps > 1}, "trainer": settings}
+        updated = {name: getattr(run.config, name).model_copy(update=update) for name, update in values.items()}
+        resumed = run.write(run.config.model_copy(update=updated))
+        with StepPeer(run.dir, make_samples, max_steps=steps) as peer:
+            codes, outputs = resumed.train(settings["ranks"])
+        assert codes == [0] * settings["ranks"], "\n".join(outputs)
+        asked = {(request.rank, request.world_size) for request in peer.requests}
+        assert asked == ({(0, 1)} if steps == 3 else {(0, 2), (1, 2)})
+    counted = ("tokens/total", "tokens/trained")
+    for one, other in zip(lines(whole), lines(run), strict=True):
+        assert abs(one["loss/total"] - other["loss/total"]) < TOLERANCE
+        assert [one[name] for name in counted] == [other[name] for name in counted]
+    assert check_ledger(run.dir.ledger) == [] and difference(whole, run) < TOLERANCE
