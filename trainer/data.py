@@ -37,6 +37,7 @@ import numpy as np
 import torch
 import zmq
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 
 from composer_prime.channels.term import Term, TermRows
 from composer_prime.errors import (
@@ -69,7 +70,7 @@ from composer_prime.wire.types import (
     ints,
     verify_batch,
 )
-from trainer.world import POLL_S, Background, Context, World, broadcast_bytes, gather_texts, gather_words
+from trainer.world import POLL_S, Background, World, broadcast_bytes, gather_texts, gather_words
 
 REPEAT_S, LONGEST_REPEAT_S = 5.0, 80.0
 """Silence after which a request is repeated; doubles each time."""
@@ -148,7 +149,7 @@ def first_alone(world: World, what: str, awaited: str, work: Callable[[], Result
 
 
 def next_batch(
-    client: StepClient, step: int, versions: tuple[int, int], context: Context | None = None
+    client: StepClient, step: int, versions: tuple[int, int], context: DeviceMesh | None = None
 ) -> StepReply | RunFinished:
     """Return the batch of `step` on this rank, once all ranks have theirs and their counts match the totals.
 
@@ -162,7 +163,7 @@ def next_batch(
 
     def is_ready() -> bool:
         nonlocal reply
-        if context is not None and context.rank > 0:
+        if context is not None and context.get_local_rank() > 0:
             client.check_stop()
             return True
         reply = reply or next(asking)
@@ -170,12 +171,12 @@ def next_batch(
 
     wait_together(f"step {step}", f"the batch of step {step}", is_ready)
     if context is not None:
-        raw = broadcast_bytes(msgspec.msgpack.encode(reply) if reply else b"", context)
+        raw = broadcast_bytes(msgspec.msgpack.encode(reply) if reply else b"", context.get_group())
         reply = msgspec.msgpack.decode(raw, type=StepReply | RunFinished)
     batches = reply.micro_batches if isinstance(reply, StepReply) else []
     table = gather_words([int(isinstance(reply, StepReply)), len(batches), *_counts(batches)])
     if isinstance(reply, StepReply) and all(row[0] for row in table):
-        _check_table(table[:: context.size if context else 1], reply, step)
+        _check_table(table[:: context.size() if context else 1], reply, step)
         return reply
     if isinstance(reply, RunFinished):
         return reply
@@ -517,7 +518,7 @@ class PackedRow(Reading):
 
 def unpack(
     row: Row, terms: Sequence[Term], device: torch.device, *, share: bool = False, max_tokens: int | None = None,
-    context: Context | None = None,
+    context: DeviceMesh | None = None,
 ) -> PackedRow:  # fmt: skip
     """Make the tensors of a checked micro-batch for `terms`. Documents of other terms are not read.
 
@@ -541,7 +542,7 @@ def unpack(
     document_R = row.document_of(predicted)
     own_rows = {name: head_row_N[rows.positions] for name, rows in asked.items()}
     temperatures = np.asarray(row.batch.temperatures, dtype=np.float32)
-    counts_here = context is None or context.rank == 0
+    counts_here = context is None or context.get_local_rank() == 0
     tokens = row.ids_N[computed], row.depth_N[computed]
     return PackedRow(
         **_part(tokens, layout.trees, computed_N[predicted - 1], put, context),
@@ -575,7 +576,7 @@ def _scored(row: Row, term: str) -> Sides:
 
 
 def _taught(
-    row: Row, device: torch.device, share: bool, max_tokens: int | None, context: Context | None
+    row: Row, device: torch.device, share: bool, max_tokens: int | None, context: DeviceMesh | None
 ) -> tuple[Reading, ...]:
     readings = []
     for teachers in _teacher_passes(row, share=share, max_tokens=max_tokens):
@@ -588,7 +589,7 @@ def _taught(
 
 def reading_of(
     documents: list[np.ndarray], predicted: list[np.ndarray], device: torch.device, *, share: bool,
-    context: Context | None = None,
+    context: DeviceMesh | None = None,
 ) -> Reading:  # fmt: skip
     """Make the forward pass over `documents` (ids, [T_i] each) for their tokens `predicted` (indices >= 1 within each).
 
@@ -606,7 +607,7 @@ def reading_of(
 
 def _part(
     tokens: tuple[np.ndarray, np.ndarray], trees: tuple[Tree, ...], source_R: np.ndarray, put: partial[Tensor],
-    context: Context | None,
+    context: DeviceMesh | None,
 ) -> dict[str, Any]:  # fmt: skip
     """Return the fields of a Reading of `tokens` (ids and positions): all of them, or this rank's part of the row.
 
@@ -614,11 +615,11 @@ def _part(
     """
     first, own_R, part = 0, None, slice(None)
     if context is not None:
-        width = -(-len(tokens[0]) // context.size)
-        first, rest = context.rank * width, width * context.size - len(tokens[0])
+        width = -(-len(tokens[0]) // context.size())
+        first, rest = context.get_local_rank() * width, width * context.size() - len(tokens[0])
         part, tokens = slice(first, first + width), (np.pad(tokens[0], (0, rest)), np.pad(tokens[1], (0, rest)))
         trees = (*trees, Tree(run=rest)) if rest else trees
-        own_R = put(np.flatnonzero(source_R // width == context.rank), torch.int64)
+        own_R = put(np.flatnonzero(source_R // width == context.get_local_rank()), torch.int64)
     input_ids, position_ids = (put(each[part], torch.int64)[None] for each in tokens)
     return {
         "input_ids": input_ids,

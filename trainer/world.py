@@ -28,16 +28,6 @@ _COLLECTIVE_TIMEOUT_S = 600.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Context:
-    """The context group of this rank: its ranks share each row, and its first gets the batches and reports."""
-
-    group: dist.ProcessGroup
-    rank: int
-    """Within the group."""
-    size: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class World:
     """This rank and its place."""
 
@@ -48,8 +38,10 @@ class World:
     """Forward and backward; masters are float32."""
     mesh: DeviceMesh
     """`shard`, FSDP2 over all ranks; with replicas `replicate` before it (HSDP)."""
-    context: Context | None
-    """None where each rank has rows of its own."""
+    context: DeviceMesh | None
+    """The neighbors that share each row; the first gets the batches and reports. None: each has rows of its own."""
+    experts: DeviceMesh | None
+    """`efsdp` x `ep`: each rank of `ep` owns a part of each layer's experts, cut over `efsdp`. None: as the rest."""
 
     @property
     def first(self) -> bool:
@@ -84,23 +76,22 @@ def join(config: TrainerConfig) -> World:
     dense = {"replicate": config.replicas, "shard": size // config.replicas}
     if config.replicas == 1:
         del dense["replicate"]
+    sharers, context = config.context_parallel, None
+    if sharers > 1:
+        context = init_device_mesh(device.type, (size // sharers, sharers), mesh_dim_names=("rows", "part"))["part"]
+    owners, experts = config.expert_parallel, None
+    if owners > 1:
+        experts = init_device_mesh(device.type, (size // owners, owners), mesh_dim_names=("efsdp", "ep"))
+        experts._flatten("experts")  # sums over both go in one collective, alike on all ranks
     return World(
         rank=rank,
         size=size,
         device=device,
         compute_dtype=dtype,
         mesh=init_device_mesh(device.type, tuple(dense.values()), mesh_dim_names=tuple(dense)),
-        context=_context(rank, config.context_parallel),
+        context=context,
+        experts=experts,
     )
-
-
-def _context(rank: int, size: int) -> Context | None:
-    """Make the context groups of neighbors, `size` ranks each. A collective."""
-    if size == 1:
-        return None
-    group, _ = dist.new_subgroups(size)
-    assert isinstance(group, dist.ProcessGroup)
-    return Context(group=group, rank=rank % size, size=size)
 
 
 def leave() -> None:
@@ -130,12 +121,12 @@ def gather_texts(text: str, group: dist.ProcessGroup | None = None) -> list[str]
     return [row[:length].numpy().tobytes().decode() for row, length in zip(rows, lengths, strict=True)]
 
 
-def broadcast_bytes(raw: bytes, context: Context) -> bytes:
-    """Return the bytes of the group's first rank; others give none. A collective of the group, over gloo."""
+def broadcast_bytes(raw: bytes, group: dist.ProcessGroup) -> bytes:
+    """Return the bytes of the group's first rank, over gloo; others give none. A collective of `group`."""
     size = torch.tensor([len(raw)])
-    dist.broadcast(size, group=context.group, group_src=0)
+    dist.broadcast(size, group=group, group_src=0)
     data = torch.frombuffer(bytearray(raw) or bytearray(int(size)), dtype=torch.uint8)
-    dist.broadcast(data, group=context.group, group_src=0)
+    dist.broadcast(data, group=group, group_src=0)
     return data.numpy().tobytes()
 
 

@@ -120,11 +120,12 @@ def _joint_run(config: Config) -> Iterator[str]:
     diloco = config.diloco
     if diloco is None:
         return
-    if config.trainer.replicas > 1:
-        yield (
-            f"trainer.replicas is {config.trainer.replicas}, but there is a [diloco] table, and a joint run exchanges "
-            "the shards of one copy of the weights: set trainer.replicas = 1, or remove [diloco]"
-        )
+    for name in ("replicas", "expert_parallel"):
+        if (size := getattr(config.trainer, name)) > 1:
+            yield (
+                f"trainer.{name} is {size}, but there is a [diloco] table, and a joint run exchanges the shards of one "
+                f"mesh of ranks: set trainer.{name} = 1, or remove [diloco]"
+            )
     period, steps = diloco.sync_every, config.run.max_steps
     if steps % period:
         yield (

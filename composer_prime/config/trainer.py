@@ -15,6 +15,12 @@ CHUNK_LOGITS = {"cpu": 1 << 25, "cuda": 1 << 27}
 once, so it must not have too few rows."""
 
 
+def expert_count(text: Mapping[str, Any]) -> int:
+    """Return the experts of a layer by the values of a model's config.json, whatever its family calls them; 0: none."""
+    names = ("num_experts", "n_routed_experts", "num_local_experts")
+    return next((text[name] for name in names if text.get(name)), 0)
+
+
 def is_softmax_attention(kind: str) -> bool:
     """Return whether a layer of a transformers' `layer_types` keeps documents of a row apart by its attention."""
     return kind.endswith("attention") and kind != "linear_attention"
@@ -80,6 +86,8 @@ class TrainerConfig(BaseConfig):
     """Copies of the weights (HSDP): each lies on ranks / replicas processes. For several machines."""
     context_parallel: int = Field(default=1, ge=1)
     """Ranks that share each row (Ulysses): a row may be so many times as long. They divide the model's heads."""
+    expert_parallel: int = Field(default=1, ge=1)
+    """Ranks that share the experts: tokens travel to them. Pays for large experts and short rows."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """auto uses CUDA if torch finds a GPU."""
     threads: int = Field(default=1, ge=1)
@@ -111,7 +119,7 @@ class TrainerConfig(BaseConfig):
 
     def mesh_problem(self, ranks: int) -> str | None:
         """Return why so many ranks cannot be arranged as these settings ask."""
-        for name in ("replicas", "context_parallel"):
+        for name in ("replicas", "context_parallel", "expert_parallel"):
             if ranks % (size := getattr(self, name)):
                 return (
                     f"trainer.{name} is {size}, which does not divide the {ranks} ranks of the trainer: set it to a "
@@ -127,6 +135,12 @@ class TrainerConfig(BaseConfig):
                 f"trainer.context_parallel is {ranks}, which does not divide the model's num_attention_heads = "
                 f"{heads}: set it to a divisor of {heads}"
             )
+        experts = expert_count(text)
+        if self.expert_parallel > 1 and (experts == 0 or experts % self.expert_parallel):
+            return (
+                f"trainer.expert_parallel is {self.expert_parallel}, but the model has {experts} experts a layer: set "
+                f"it to {'a divisor of that' if experts else '1'}"
+            )
         kinds = {kind for kind in text.get("layer_types") or () if not is_softmax_attention(kind)}
         if ranks > 1 and kinds:
             return (
@@ -134,6 +148,16 @@ class TrainerConfig(BaseConfig):
                 "state runs along whole rows: set it to 1"
             )
         return None
+
+    @model_validator(mode="after")
+    def _whole_experts(self) -> TrainerConfig:
+        if self.expert_parallel > 1 and (self.lora is not None or self.optim.type.name == "muon"):
+            raise ValueError(
+                f"trainer.expert_parallel is {self.expert_parallel}, but trainer.lora or trainer.optim.type = 'muon' "
+                "needs the experts of a layer on one mesh: set trainer.expert_parallel = 1, or train all parameters "
+                "with 'adamw'"
+            )
+        return self
 
     @model_validator(mode="after")
     def _lora_with_adamw(self) -> TrainerConfig:

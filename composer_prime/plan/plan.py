@@ -152,7 +152,11 @@ def _trainer(config: Config, placement: Placement | None) -> str:
     if trainer.address:
         return f"trainer ranks elsewhere, at {trainer.address}"
     devices = _devices(placement.ranks if placement else None, trainer.threads)
-    sizes = {"replicas": trainer.replicas, "ranks a row": trainer.context_parallel}
+    sizes = {
+        "replicas": trainer.replicas,
+        "ranks a row": trainer.context_parallel,
+        "ranks for the experts": trainer.expert_parallel,
+    }
     meshes = "".join(f", {size} {what}" for what, size in sizes.items() if size > 1)
     return f"trainer here: {pluralize(trainer.ranks, 'rank')}, FSDP2{meshes}, {devices}"
 

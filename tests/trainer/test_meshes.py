@@ -16,11 +16,12 @@ from small_runs import VOCABULARY, make_samples
 from step_peer import StepPeer
 from test_ranks import difference, lines
 from test_sft_rows import make_rows
-from transformers import Qwen3Config, Qwen3ForCausalLM
+from transformers import Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from composer_prime.address import free_port
 from composer_prime.config import load
 from composer_prime.config.channels import ChannelsConfig
+from composer_prime.errors import ConfigError
 from composer_prime.packing.pack import pack, totals
 from composer_prime.run.ledger import check_ledger
 from composer_prime.run.run_dir import RunDir
@@ -32,8 +33,6 @@ from trainer.model.policy_model import SelfTeacher
 from trainer.optim import build_optimizer
 from trainer.train import backward, train_step
 from trainer.weights.publish import whole_parameters
-
-pytestmark = pytest.mark.process
 
 STEPS, TOLERANCE, PROMPT = 5, 1e-5, 25
 CHANNELS = ChannelsConfig.model_validate(
@@ -99,36 +98,41 @@ def steps_of(policy, config, world) -> dict[str, dict]:
 
 
 def outcomes(run, layouts: dict[str, dict], ranks: int) -> dict[str, dict]:
-    with_ports = {name: (free_port(), settings) for name, settings in layouts.items()}
+    with_ports = {name: (free_port(), {"ranks": ranks} | settings) for name, settings in layouts.items()}
     (run.dir.root / "layouts.json").write_text(json.dumps(with_ports))
     started = start_ranks([run.dir.root] * ranks, work=trains)
     assert [rank.wait(400) for rank in started] == [0] * ranks, "".join(rank.output for rank in started)
     return {name: torch.load(run.dir.root / f"{name}.pt") for name in layouts}
 
 
-def assert_as_one_rank(run, layouts: dict[str, dict], ranks: int) -> None:
-    """All gradients of the first step, metrics of each and final parameters equal those of one rank."""
+def assert_as_one_rank(run, *of_ranks: tuple[int, dict[str, dict]]) -> dict[str, dict]:
+    """All gradients of the first step, metrics of each and final parameters equal those of one rank, the result.
+
+    `of_ranks`: a number of ranks, and the layouts to try on it."""
     (one,) = outcomes(run, {"one": {}}, 1).values()
-    for name, found in outcomes(run, {name: {"ranks": ranks} | each for name, each in layouts.items()}, ranks).items():
-        for part, values in one.items():
-            assert found[part].keys() == values.keys()
-            for key in (key for key in values if not key.startswith("time/")):
-                gap = torch.as_tensor(found[part][key]) - torch.as_tensor(values[key])
-                assert gap.abs().max() <= TOLERANCE, (name, part, key, gap)
+    for ranks, layouts in of_ranks:
+        for name, found in outcomes(run, layouts, ranks).items():
+            for part, values in one.items():
+                assert found[part].keys() == values.keys()
+                for key in (key for key in values if not key.startswith("time/")):
+                    gap = torch.as_tensor(found[part][key]) - torch.as_tensor(values[key])
+                    assert gap.abs().max() <= TOLERANCE, (name, part, key, gap)
+    return one
 
 
+@pytest.mark.process
 def test_replicas_are_one_rank(make_run):
-    # Four ranks as one set of shards, as two replicas of two and as four copies: every loss term, gradients, their norm
+    # Four ranks as two replicas of two and as four copies: every loss term, gradients, their norm
     # and clipping, and parameters after five steps; with Muon too.
-    layouts = {"four": {}, "replicas": {"replicas": 2}, "copies": {"replicas": 4}}
     run = make_run(trainer={"optim": {"lr": 1e-3, "weight_decay": 0.01, "max_grad_norm": 0.05}})
-    assert_as_one_rank(run, layouts, 4)
+    assert_as_one_rank(run, (4, {"replicas": {"replicas": 2}, "copies": {"replicas": 4}}))
     muon = make_run("muon", trainer={"optim": {"type": "muon"}, "activation_checkpointing": True})
-    assert_as_one_rank(muon, {"replicas": {"replicas": 2}}, 4)
+    assert_as_one_rank(muon, (4, {"replicas": {"replicas": 2}}))
 
 
+@pytest.mark.process
 def test_ranks_that_share_rows_are_one_rank(make_run, tmp_path):
-    # Twelve heads and three key-value heads over two and four ranks, alone and beside data parallelism and replicas:
+    # Twelve heads and three key-value heads over two and four ranks, alone and beside data parallelism:
     # whole rows, also odd ones, trees and windows, every loss term, metrics counted once.
     config = Qwen3Config(
         vocab_size=VOCABULARY, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=12,
@@ -137,22 +141,54 @@ def test_ranks_that_share_rows_are_one_rank(make_run, tmp_path):
     torch.manual_seed(0)
     Qwen3ForCausalLM(config).save_pretrained(tmp_path / "windows")
     run = make_run(model={"path": str(tmp_path / "windows")}, trainer={"optim": {"lr": 1e-3}})
-    assert_as_one_rank(run, {"cp2": {"context_parallel": 2, "activation_checkpointing": True}}, 2)
-    layouts = {
-        "cp4": {"context_parallel": 4},
-        "dp2-cp2": {"context_parallel": 2},
-        "replicas-cp2": {"context_parallel": 2, "replicas": 2},
-    }
-    assert_as_one_rank(run, layouts, 4)
+    pair = {"cp2": {"context_parallel": 2, "activation_checkpointing": True}}
+    assert_as_one_rank(run, (2, pair), (4, {"cp4": {"context_parallel": 4}, "dp2-cp2": {"context_parallel": 2}}))
 
 
-def test_a_resume_may_change_the_layout(make_run):
-    # Two replicas of two ranks that share rows, then two copies, then one rank: losses, counts, ledger, end are those
-    # of one rank throughout; only the first rank of a context group asks for batches.
-    whole, run = make_run("whole", run={"max_steps": 3}), make_run(run={"max_steps": 3})
-    with StepPeer(whole.dir, make_samples, max_steps=3):
+@pytest.fixture
+def experts(tmp_path) -> dict[str, str]:
+    """The section [model] for eight experts a layer; those from the fifth on never get a token in layer 1."""
+    config = Qwen3MoeConfig(
+        vocab_size=VOCABULARY, hidden_size=32, moe_intermediate_size=16, num_experts=8, num_experts_per_tok=2,
+        num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=8, norm_topk_prob=True,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    lm = Qwen3MoeForCausalLM(config)
+    with torch.no_grad():
+        lm.model.embed_tokens.weight[:, 0] = 0.2
+        lm.model.layers[1].mlp.gate.weight[:, 0] = torch.tensor([1.0] * 4 + [-1.0] * 4)
+    lm.save_pretrained(tmp_path / "experts")
+    return {"path": str(tmp_path / "experts")}
+
+
+@pytest.mark.process
+def test_ranks_that_share_experts_are_one_rank(make_run, experts):
+    # Experts over two ranks, over two of four with each cut in two, and over four that share rows in twos; also where
+    # some ranks' experts get no token.
+    run = make_run(model=experts, trainer={"optim": {"lr": 1e-3, "max_grad_norm": 0.05}})
+    pair = {"ep2": {"expert_parallel": 2, "activation_checkpointing": True}}
+    layouts = {"efsdp2-ep2": {"expert_parallel": 2}, "cp2-ep4": {"expert_parallel": 4, "context_parallel": 2}}
+    one = assert_as_one_rank(run, (2, pair), (4, layouts))
+    idle = one["gradients"]["lm.model.layers.1.mlp.experts.gate_up_proj"].flatten(1).norm(dim=1)
+    assert idle[4:].max() == 0 < idle[:4].max()
+
+
+RESUMED = {
+    "dense": [{"ranks": 4, "replicas": 2, "context_parallel": 2}, {"ranks": 2, "replicas": 2}, {"ranks": 1}],
+    "experts": [{"ranks": 2, "expert_parallel": 2}, {"ranks": 1}],
+}
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("kind", RESUMED)
+def test_a_resume_may_change_the_layout(make_run, experts, kind):
+    # A step in each layout: losses, counts, ledger and end are those of one rank throughout. Only the first rank of a
+    # context group asks for batches.
+    layouts, model = RESUMED[kind], {"model": experts} if kind == "experts" else {}
+    last = len(layouts)
+    whole, run = (make_run(name, run={"max_steps": last}, **model) for name in ("whole", "run"))
+    with StepPeer(whole.dir, make_samples, max_steps=last):
         assert whole.train()[0] == [0]
-    layouts = [{"ranks": 4, "replicas": 2, "context_parallel": 2}, {"ranks": 2, "replicas": 2}, {"ranks": 1}]
     for steps, settings in enumerate(layouts, 1):
         values = {"run": {"max_steps": steps, "resume": steps > 1}, "trainer": settings}
         updated = {name: getattr(run.config, name).model_copy(update=update) for name, update in values.items()}
@@ -161,9 +197,19 @@ def test_a_resume_may_change_the_layout(make_run):
             codes, outputs = resumed.train(settings["ranks"])
         assert codes == [0] * settings["ranks"], "\n".join(outputs)
         asked = {(request.rank, request.world_size) for request in peer.requests}
-        assert asked == ({(0, 1)} if steps == 3 else {(0, 2), (1, 2)})
+        assert asked == ({(0, 1)} if steps == last else {(0, 2), (1, 2)})
     counted = ("tokens/total", "tokens/trained")
     for one, other in zip(lines(whole), lines(run), strict=True):
         assert abs(one["loss/total"] - other["loss/total"]) < TOLERANCE
         assert [one[name] for name in counted] == [other[name] for name in counted]
     assert check_ledger(run.dir.ledger) == [] and difference(whole, run) < TOLERANCE
+
+
+def test_ranks_that_settings_do_not_divide_are_refused_by_each_rank(make_run, world, experts):
+    # Under torchrun the number of ranks is known last, and the model's shapes where it lies.
+    trainer = {"address": "tcp://elsewhere:1"}
+    with pytest.raises(ConfigError, match=r"trainer\.replicas is 2, .* the 1 ranks"):
+        worlds.join(make_run(trainer=trainer | {"replicas": 2}).config.trainer)
+    config = make_run(model=experts, trainer=trainer | {"context_parallel": 3}).config
+    with pytest.raises(ConfigError, match=r"context_parallel is 3, .*num_attention_heads = 4"):
+        build_policy(config, Path(config.model.path), world)

@@ -22,8 +22,9 @@ import numpy as np
 import torch
 from accelerate import init_empty_weights
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
@@ -127,14 +128,23 @@ def blocks(lm: PreTrainedModel) -> list[nn.Module]:
 
 
 def shard_policy(policy: Policy, world: World) -> None:
-    """Apply FSDP2 to each block and to the rest; gradients are summed over all ranks in float32, not averaged."""
+    """Apply FSDP2 to each block and to the rest; gradients are summed over all ranks in float32, not averaged.
+
+    Experts that ranks share are cut between experts over `ep`, and within each over `efsdp`. Raises ConfigError for
+    those that cannot be.
+    """
     half = world.compute_dtype != torch.float32
     precision = MixedPrecisionPolicy(
         param_dtype=world.compute_dtype, reduce_dtype=torch.float32, cast_forward_inputs=half
     )
+    root_precision = dataclasses.replace(precision, cast_forward_inputs=False)  # keeps temperatures in float32
+    if world.experts is not None:
+        for module in _owned_experts(policy.lm, world.experts):
+            fully_shard(
+                module, mesh=world.experts["efsdp"], mp_policy=root_precision, shard_placement_fn=lambda _: Shard(1)
+            )
     for block in blocks(policy.lm):
         fully_shard(block, mesh=world.mesh, mp_policy=precision)
-    root_precision = dataclasses.replace(precision, cast_forward_inputs=False)  # keeps temperatures in float32
     fully_shard(policy, mesh=world.mesh, mp_policy=root_precision)
     for name in FORWARD_METHODS:
         register_fsdp_forward_method(policy, name)
@@ -142,6 +152,27 @@ def shard_policy(policy: Policy, world: World) -> None:
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
+
+
+def _owned_experts(lm: PreTrainedModel, mesh: DeviceMesh) -> list[nn.Module]:
+    """Give each rank of `ep` its part of the experts of `lm`, and return the modules that hold them."""
+    from transformers.distributed.tensor_parallel import apply_expert_parallelism  # moves in transformers 5.24
+
+    plan, owners = lm.ep_plan, mesh.size(1)
+    if "ep_dispatch_experts" not in plan.values():
+        raise ConfigError(
+            f"trainer.expert_parallel is {owners}, but transformers has no plan for the experts of a "
+            f"{type(lm).__name__}: set it to 1"
+        )
+    apply_expert_parallelism(lm, mesh["ep"], None, plan)  # pyright: ignore[reportArgumentType]  no tensor parallelism
+    cut = {module: [p for p in module.parameters(recurse=False) if isinstance(p, DTensor)] for module in lm.modules()}
+    for parameter in (each for own in cut.values() for each in own):
+        if parameter.ndim < 2 or parameter.shape[1] % mesh.size(0):
+            raise ConfigError(
+                f"trainer.expert_parallel is {owners}, but {mesh.size(0)} ranks cannot cut experts of shape "
+                f"{[*parameter.shape[1:]]} evenly: raise it, or set it to 1"
+            )
+    return [module for module, own in cut.items() if own]
 
 
 def _whole_state(config: Config, folder: Path, attention: str, policy: Policy) -> tuple[dict[str, Tensor], list[str]]:

@@ -16,8 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-
-from trainer.world import Context
+from torch.distributed.device_mesh import DeviceMesh
 
 
 def by_heads(attend: Callable[..., tuple[Tensor, Any]]) -> Callable[..., tuple[Tensor, Any]]:
@@ -29,15 +28,15 @@ def by_heads(attend: Callable[..., tuple[Tensor, Any]]) -> Callable[..., tuple[T
 
     def attended(
         module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *args: Any,
-        packed_context: Context | None = None, **options: Any,
+        packed_context: DeviceMesh | None = None, **options: Any,
     ) -> tuple[Tensor, Any]:  # fmt: skip
         if packed_context is None:
             return attend(module, query, key, value, *args, **options)
-        times = _repeats(query.shape[1], key.shape[1], packed_context.size)
+        times = _repeats(query.shape[1], key.shape[1], packed_context.size())
         key, value = (each.repeat_interleave(times, dim=1) for each in (key, value))
         heads = [_AllToAll.apply(each[0], packed_context)[None] for each in (query, key, value)]
         if (sinks := options.get("s_aux")) is not None:  # one a head
-            options["s_aux"] = sinks.chunk(packed_context.size)[packed_context.rank]
+            options["s_aux"] = sinks.chunk(packed_context.size())[packed_context.get_local_rank()]
         output, _ = attend(module, *heads, *args, **options)
         return _AllToAll.apply(output[0], packed_context)[None], None
 
@@ -54,7 +53,7 @@ class _AllToAll(torch.autograd.Function):
     """[A, B / ranks, D] -> [A / ranks, B, D], or back: A and B are heads and tokens, as one wants."""
 
     @staticmethod
-    def forward(ctx: Any, part: Tensor, context: Context) -> Tensor:
+    def forward(ctx: Any, part: Tensor, context: DeviceMesh) -> Tensor:
         ctx.context = context
         return _exchange(part, context)
 
@@ -63,15 +62,15 @@ class _AllToAll(torch.autograd.Function):
         return _exchange(grad.transpose(0, 1), ctx.context).transpose(0, 1), None
 
 
-def _exchange(part: Tensor, context: Context) -> Tensor:
+def _exchange(part: Tensor, context: DeviceMesh) -> Tensor:
     sent = part.contiguous()
     received = torch.empty_like(sent)
-    dist.all_to_all_single(received, sent, group=context.group)
-    of_ranks = received.unflatten(0, (context.size, -1))
+    dist.all_to_all_single(received, sent, group=context.get_group())
+    of_ranks = received.unflatten(0, (context.size(), -1))
     return of_ranks.transpose(0, 1).flatten(1, 2)
 
 
-def whole_rows(values: Tensor, places: Tensor, count: int, context: Context) -> Tensor:
+def whole_rows(values: Tensor, places: Tensor, count: int, context: DeviceMesh) -> Tensor:
     """Return [count, ...], of which this rank holds `values` at `places`. A collective of the group.
 
     The gradient of a rank's own values is the one that comes to it: every rank computes the same loss.
@@ -81,9 +80,9 @@ def whole_rows(values: Tensor, places: Tensor, count: int, context: Context) -> 
 
 class _Sum(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, part: Tensor, context: Context) -> Tensor:
+    def forward(ctx: Any, part: Tensor, context: DeviceMesh) -> Tensor:
         total = part.clone()
-        dist.all_reduce(total, group=context.group)
+        dist.all_reduce(total, group=context.get_group())
         return total
 
     @staticmethod

@@ -38,6 +38,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import unset_fake_temporarily
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.attention.bias import causal_lower_right
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
@@ -55,7 +56,7 @@ from diloco.fragments import local_shard
 from trainer.data import PackedRow, Reading, Sides, reading_of
 from trainer.head import Head, HeadTeacher, TokenStatistics, head_of, likeliest, token_statistics
 from trainer.model.context import by_heads, whole_rows
-from trainer.world import Context, gather_texts, gather_words
+from trainer.world import gather_texts, gather_words
 
 logger = logging.getLogger(__name__)
 
@@ -72,7 +73,7 @@ class Policy(nn.Module):
     """A Hugging Face causal language model as the trainer sees it; its parameters keep their names below `lm.`."""
 
     def __init__(
-        self, lm: PreTrainedModel, attention: str, *, adapted: bool = False, context: Context | None = None
+        self, lm: PreTrainedModel, attention: str, *, adapted: bool = False, context: DeviceMesh | None = None
     ) -> None:
         """`attention` is transformers' name; `adapted`: `lm` carries low-rank adapters.
 
@@ -87,7 +88,7 @@ class Policy(nn.Module):
     @property
     def leads(self) -> bool:
         """Tell whether this rank counts its rows; the others of its context group hold the same."""
-        return self.context is None or self.context.rank == 0
+        return self.context is None or self.context.get_local_rank() == 0
 
     @property
     def shares_prefixes(self) -> bool:
