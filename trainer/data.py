@@ -164,7 +164,8 @@ def next_batch(
     def is_ready() -> bool:
         nonlocal reply
         if context is not None and context.get_local_rank() > 0:
-            client.check_stop()
+            if client.should_stop():
+                raise Stopped
             return True
         reply = reply or next(asking)
         return reply is not None
@@ -270,7 +271,7 @@ class StepClient:
         self._keys = keys
         self._rank = rank
         self._silence_timeout_s = silence_timeout_s
-        self._should_stop = should_stop
+        self.should_stop = should_stop
         self._context = zmq.Context()
         self._socket = dealer(self._context, endpoint, keys, identity=f"{name}-{rank.rank}".encode())
         self._session = secrets.token_hex(8)
@@ -285,11 +286,6 @@ class StepClient:
         self._socket.close(linger=2000)
         self._context.term()
 
-    def check_stop(self) -> None:
-        """Raise Stopped when a stop was requested."""
-        if self._should_stop():
-            raise Stopped
-
     def asking(self, step: int, versions: tuple[int, int]) -> Iterator[StepReply | RunFinished | None]:
         """Yield this rank's verified micro-batches of `step`, or RunFinished; before, None each fraction of a second.
 
@@ -297,7 +293,7 @@ class StepClient:
         RunMismatchError (another run, step or rank), ChecksumError, WireError (no protocol message), or Stopped.
         """
         request = msgspec.structs.replace(self._rank, step=step)
-        for reply in self._ask(request, f"the batch of step {step}", lambda m: _is_batch(m, step), self._should_stop):
+        for reply in self._ask(request, f"the batch of step {step}", lambda m: _is_batch(m, step), self.should_stop):
             assert reply is None or isinstance(reply, StepReply | RunFinished)
             if isinstance(reply, StepReply):
                 self._check(reply, versions)
@@ -509,11 +505,6 @@ class PackedRow(Reading):
     """Tokens of all documents, before common prefixes were merged; 0 where another rank counts the row."""
     sample_ids: list[str]
     """Empty where another rank counts the row."""
-
-    @property
-    def taught_tokens(self) -> int:
-        """The D predicted tokens of `taught`."""
-        return sum(len(reading.source_R) for reading in self.taught)
 
 
 def unpack(

@@ -175,16 +175,13 @@ def _context_fits(config: Config) -> Iterator[str]:
         )
 
 
-def _context_parallel(config: Config) -> Iterator[str]:
+def _attention(config: Config) -> Iterator[str]:
     ranks = config.trainer.context_parallel
     if ranks > 1 and config.model.attention == "eager":
         yield (
-            f"trainer.context_parallel is {ranks}, but model.attention is 'eager', which has no part of the heads: "
+            f"trainer.context_parallel is {ranks}, but model.attention is 'eager', whose masks are of whole rows: "
             "set model.attention = 'auto', or trainer.context_parallel = 1"
         )
-
-
-def _flash_in_halves(config: Config) -> Iterator[str]:
     if config.model.attention == "flash_attention_2" and config.trainer.compute_dtype == "float32":
         yield (
             "model.attention is 'flash_attention_2', but trainer.compute_dtype is 'float32', which it does not "
@@ -305,8 +302,7 @@ def _concurrency_covers_a_group(config: Config) -> Iterator[str]:
 _RULES = (
     _joint_run,
     _context_fits,
-    _context_parallel,
-    _flash_in_halves,
+    _attention,
     _whole_distribution,
     _family_of_own_rollouts,
     _evaluation,

@@ -115,6 +115,11 @@ class TrainerConfig(BaseConfig):
     def _meshes_fit(self) -> TrainerConfig:
         if self.address is None and (problem := self.mesh_problem(self.ranks)):
             raise ValueError(problem)
+        if self.expert_parallel > 1 and (self.lora is not None or self.optim.type.name == "muon"):
+            raise ValueError(
+                f"trainer.expert_parallel is {self.expert_parallel}, but trainer.lora and trainer.optim.type = 'muon' "
+                "need all experts on one mesh: set it to 1, or train all parameters with 'adamw'"
+            )
         return self
 
     def mesh_problem(self, ranks: int) -> str | None:
@@ -148,16 +153,6 @@ class TrainerConfig(BaseConfig):
                 "state runs along whole rows: set it to 1"
             )
         return None
-
-    @model_validator(mode="after")
-    def _whole_experts(self) -> TrainerConfig:
-        if self.expert_parallel > 1 and (self.lora is not None or self.optim.type.name == "muon"):
-            raise ValueError(
-                f"trainer.expert_parallel is {self.expert_parallel}, but trainer.lora or trainer.optim.type = 'muon' "
-                "needs the experts of a layer on one mesh: set trainer.expert_parallel = 1, or train all parameters "
-                "with 'adamw'"
-            )
-        return self
 
     @model_validator(mode="after")
     def _lora_with_adamw(self) -> TrainerConfig:

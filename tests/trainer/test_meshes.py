@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import signal
 from pathlib import Path
 
 import msgspec
@@ -206,6 +207,19 @@ def test_a_resume_may_change_the_layout(make_run, experts, kind):
         assert abs(one["loss/total"] - other["loss/total"]) < TOLERANCE
         assert [one[name] for name in counted] == [other[name] for name in counted]
     assert check_ledger(run.dir.ledger) == [] and difference(whole, run) < TOLERANCE
+
+
+@pytest.mark.process
+def test_a_stop_of_a_rank_that_asks_for_no_batch_stops_all(make_run):
+    # The second rank of a context group hears a signal while the first waits for a batch: both leave with a checkpoint.
+    run = make_run(trainer={"ranks": 2, "context_parallel": 2})
+    with StepPeer(run.dir, make_samples, max_steps=3) as peer:
+        peer.quiet_from = 2
+        ranks = run.start(2)
+        ranks[0].wait_for("step 1:")
+        os.kill(ranks[1].pid, signal.SIGTERM)
+        assert [rank.wait(100) for rank in ranks] == [128 + signal.SIGTERM] * 2, ranks[0].output
+    assert run.dir.complete_checkpoints() == [1]
 
 
 def test_ranks_that_settings_do_not_divide_are_refused_by_each_rank(make_run, world, experts):

@@ -35,8 +35,6 @@ def by_heads(attend: Callable[..., tuple[Tensor, Any]]) -> Callable[..., tuple[T
         times = _repeats(query.shape[1], key.shape[1], packed_context.size())
         key, value = (each.repeat_interleave(times, dim=1) for each in (key, value))
         heads = [_AllToAll.apply(each[0], packed_context)[None] for each in (query, key, value)]
-        if (sinks := options.get("s_aux")) is not None:  # one a head
-            options["s_aux"] = sinks.chunk(packed_context.size())[packed_context.get_local_rank()]
         output, _ = attend(module, *heads, *args, **options)
         return _AllToAll.apply(output[0], packed_context)[None], None
 

@@ -104,11 +104,10 @@ class Policy(nn.Module):
         hidden_RH, head = self._hidden(row), head_of(self.lm)
         temperature_R = None if row.temperature_R is None else row.own(row.temperature_R)
         statistics = token_statistics(head, hidden_RH, row.own(row.targets_R), temperature_R, teacher)
-        whole = {}
-        for each in dataclasses.fields(statistics):
-            if (values := getattr(statistics, each.name)) is not None:
-                whole[each.name] = self._whole(values, row, row.taught_tokens if each.name.endswith("_D") else None)
-        return TokenStatistics(**whole)
+        wanted = {"R": len(row.source_R), "D": sum(len(each.source_R) for each in row.taught)}
+        named = {each.name: getattr(statistics, each.name) for each in dataclasses.fields(statistics)}
+        filled = {name: values for name, values in named.items() if values is not None}
+        return TokenStatistics(**{name: self._whole(each, row, wanted[name[-1]]) for name, each in filled.items()})
 
     def states(self, reading: Reading) -> Tensor:
         """Return the hidden states [R, H] that predict the reading's wanted tokens."""
@@ -150,9 +149,9 @@ class Policy(nn.Module):
         """
         if self.context is None or reading.own_R is None:
             return own
-        wanted = len(reading.source_R)
-        last = wanted if last is None else last
-        return whole_rows(own, reading.own_R[len(reading.own_R) - len(own) :] - (wanted - last), last, self.context)
+        before = 0 if last is None else len(reading.source_R) - last
+        places = reading.own_R[len(reading.own_R) - len(own) :] - before
+        return whole_rows(own, places, len(reading.source_R) - before, self.context)
 
     def _masks(self, reading: Reading) -> Tensor | dict[str, Tensor] | None:
         """Return eager masks, [1, 1, N, N] a kind of layer: gpt-oss drops the position ids."""
