@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import shutil
@@ -18,6 +19,7 @@ from small_runs import VOCABULARY, make_samples
 from step_peer import StepPeer
 from test_ranks import difference, lines
 from test_sft_rows import make_rows
+from torch.distributed.device_mesh import init_device_mesh
 from transformers import Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from composer_prime.address import free_port
@@ -30,7 +32,7 @@ from composer_prime.run.run_dir import RunDir
 from composer_prime.wire.types import Sample, flags, floats, ints, pack_flags, pack_floats, pack_ints
 from trainer import world as worlds
 from trainer.data import checked_row, unpack
-from trainer.model.build import build_policy
+from trainer.model.build import build_policy, shard_policy
 from trainer.model.policy_model import SelfTeacher
 from trainer.optim import build_optimizer
 from trainer.train import backward, train_step
@@ -222,7 +224,7 @@ def test_a_stop_of_a_rank_that_asks_for_no_batch_stops_all(make_run):
     assert run.dir.complete_checkpoints() == [1]
 
 
-def test_ranks_that_settings_do_not_divide_are_refused_by_each_rank(make_run, world, experts):
+def test_ranks_that_settings_do_not_divide_are_refused_by_each_rank(make_run, world, experts, model_folder):
     # Under torchrun the number of ranks is known last, and the model's shapes where it lies.
     trainer = {"address": "tcp://elsewhere:1"}
     with pytest.raises(ConfigError, match=r"trainer\.replicas is 2, .* the 1 ranks"):
@@ -230,3 +232,6 @@ def test_ranks_that_settings_do_not_divide_are_refused_by_each_rank(make_run, wo
     config = make_run(model=experts, trainer=trainer | {"context_parallel": 3}).config
     with pytest.raises(ConfigError, match=r"context_parallel is 3, .*num_attention_heads = 4"):
         build_policy(config, Path(config.model.path), world)
+    with pytest.raises(ConfigError, match=r"no plan for the experts of a Qwen3ForCausalLM"):
+        mesh = init_device_mesh("cpu", (1, 1), mesh_dim_names=("efsdp", "ep"))
+        shard_policy(build_policy(make_run().config, model_folder, world), dataclasses.replace(world, experts=mesh))
