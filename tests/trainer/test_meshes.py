@@ -124,6 +124,7 @@ def assert_as_one_rank(run, *of_ranks: tuple[int, dict[str, dict]]) -> dict[str,
     return one
 
 
+@pytest.mark.slow
 @pytest.mark.process
 def test_replicas_are_one_rank(make_run):
     # Four ranks as two replicas of two and as four copies: every loss term, gradients, their norm and clipping, and
@@ -134,6 +135,7 @@ def test_replicas_are_one_rank(make_run):
     assert_as_one_rank(muon, (4, {"replicas": {"replicas": 2}}))
 
 
+@pytest.mark.slow
 @pytest.mark.process
 def test_ranks_that_share_rows_are_one_rank(make_run, tmp_path):
     # Twelve heads and three key-value heads over two and four ranks, alone and beside data parallelism: whole rows,
@@ -166,6 +168,7 @@ def experts(tmp_path, model_folder) -> dict[str, str]:
     return {"path": str(folder)}
 
 
+@pytest.mark.slow
 @pytest.mark.process
 def test_ranks_that_share_experts_are_one_rank(make_run, experts):
     # Experts over two ranks, over two of four with each cut in two, and over four that share rows in twos; also where
