@@ -30,13 +30,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 import numpy as np
 import torch
 import zmq
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 
 from composer_prime.channels.term import Term, TermRows
 from composer_prime.errors import (
@@ -69,7 +70,7 @@ from composer_prime.wire.types import (
     ints,
     verify_batch,
 )
-from trainer.world import POLL_S, Background, World, gather_texts, gather_words
+from trainer.world import POLL_S, Background, World, broadcast_bytes, gather_texts, gather_words
 
 REPEAT_S, LONGEST_REPEAT_S = 5.0, 80.0
 """Silence after which a request is repeated; doubles each time."""
@@ -147,10 +148,14 @@ def first_alone(world: World, what: str, awaited: str, work: Callable[[], Result
     return results[0] if results else None
 
 
-def next_batch(client: StepClient, step: int, versions: tuple[int, int]) -> StepReply | RunFinished:
+def next_batch(
+    client: StepClient, step: int, versions: tuple[int, int], context: DeviceMesh | None = None
+) -> StepReply | RunFinished:
     """Return the batch of `step` on this rank, once all ranks have theirs and their counts match the totals.
 
-    A collective. Raises as `wait_together` does: a stop of one rank ends the wait of all. Raises RunMismatchError when
+    The first rank of a context group asks, and hands it on. A collective.
+
+    Raises as `wait_together` does: a stop of one rank ends the wait of all. Raises RunMismatchError when
     the ranks' counts differ from the totals.
     """
     reply: StepReply | RunFinished | None = None
@@ -158,14 +163,21 @@ def next_batch(client: StepClient, step: int, versions: tuple[int, int]) -> Step
 
     def is_ready() -> bool:
         nonlocal reply
+        if context is not None and context.get_local_rank() > 0:
+            if client.should_stop():
+                raise Stopped
+            return True
         reply = reply or next(asking)
         return reply is not None
 
     wait_together(f"step {step}", f"the batch of step {step}", is_ready)
+    if context is not None:
+        raw = broadcast_bytes(msgspec.msgpack.encode(reply) if reply else b"", context.get_group())
+        reply = msgspec.msgpack.decode(raw, type=StepReply | RunFinished)
     batches = reply.micro_batches if isinstance(reply, StepReply) else []
     table = gather_words([int(isinstance(reply, StepReply)), len(batches), *_counts(batches)])
     if isinstance(reply, StepReply) and all(row[0] for row in table):
-        _check_table(table, reply, step)
+        _check_table(table[:: context.size() if context else 1], reply, step)
         return reply
     if isinstance(reply, RunFinished):
         return reply
@@ -259,7 +271,7 @@ class StepClient:
         self._keys = keys
         self._rank = rank
         self._silence_timeout_s = silence_timeout_s
-        self._should_stop = should_stop
+        self.should_stop = should_stop
         self._context = zmq.Context()
         self._socket = dealer(self._context, endpoint, keys, identity=f"{name}-{rank.rank}".encode())
         self._session = secrets.token_hex(8)
@@ -281,7 +293,7 @@ class StepClient:
         RunMismatchError (another run, step or rank), ChecksumError, WireError (no protocol message), or Stopped.
         """
         request = msgspec.structs.replace(self._rank, step=step)
-        for reply in self._ask(request, f"the batch of step {step}", lambda m: _is_batch(m, step), self._should_stop):
+        for reply in self._ask(request, f"the batch of step {step}", lambda m: _is_batch(m, step), self.should_stop):
             assert reply is None or isinstance(reply, StepReply | RunFinished)
             if isinstance(reply, StepReply):
                 self._check(reply, versions)
@@ -447,6 +459,14 @@ class Reading:
     """Which tokens attend to which: one tree a document, or several as branches of one."""
     source_R: Tensor
     """int64 [R]: index of the hidden state that predicts each of these tokens, that of the token before it."""
+    first: int
+    """Of a row that a context group shares, the tokens before this rank's part; input and position ids are the part."""
+    own_R: Tensor | None
+    """int64: which of the R this part predicts, in order; None for all."""
+
+    def own(self, values_R: Tensor) -> Tensor:
+        """Return the values of the tokens that this rank's part predicts."""
+        return values_R if self.own_R is None else values_R[self.own_R]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -482,16 +502,19 @@ class PackedRow(Reading):
     names: tuple[str, ...]
     """The sample or unit of each document."""
     packed_tokens: int
-    """Tokens of all documents, before common prefixes were merged; >= N."""
+    """Tokens of all documents, before common prefixes were merged; 0 where another rank counts the row."""
     sample_ids: list[str]
+    """Empty where another rank counts the row."""
 
 
 def unpack(
-    row: Row, terms: Sequence[Term], device: torch.device, *, share: bool = False, max_tokens: int | None = None
-) -> PackedRow:
+    row: Row, terms: Sequence[Term], device: torch.device, *, share: bool = False, max_tokens: int | None = None,
+    context: DeviceMesh | None = None,
+) -> PackedRow:  # fmt: skip
     """Make the tensors of a checked micro-batch for `terms`. Documents of other terms are not read.
 
     `share` merges common beginnings. Teacher documents are read in passes of at most `max_tokens` computed tokens.
+    The ranks of `context` share the row.
     """
     put = partial(_tensor, device=device)
     asked = {term.name: term.rows(row) for term in terms}
@@ -510,20 +533,19 @@ def unpack(
     document_R = row.document_of(predicted)
     own_rows = {name: head_row_N[rows.positions] for name, rows in asked.items()}
     temperatures = np.asarray(row.batch.temperatures, dtype=np.float32)
+    counts_here = context is None or context.get_local_rank() == 0
+    tokens = row.ids_N[computed], row.depth_N[computed]
     return PackedRow(
-        input_ids=put(row.ids_N[computed], torch.int64)[None],
-        position_ids=put(row.depth_N[computed], torch.int64)[None],
-        trees=layout.trees,
-        source_R=put(computed_N[predicted - 1], torch.int64),
+        **_part(tokens, layout.trees, computed_N[predicted - 1], put, context),
         targets_R=put(row.ids_N[predicted], torch.int64),
         temperature_R=None if (temperatures == 1.0).all() else put(temperatures[document_R], torch.float32),
         document_R=put(document_R, torch.int64),
         terms={name: _term_row(rows, own_rows[name], len(predicted), put) for name, rows in asked.items()},
-        taught=_taught(row, device, share, max_tokens) if any(term.is_taught for term in terms) else (),
+        taught=_taught(row, device, share, max_tokens, context) if any(term.is_taught for term in terms) else (),
         scored=next((_scored(row, term.name) for term in terms if term.is_scored), []),
         names=tuple(row.name(index) for index in range(len(row.starts) - 1)),
-        packed_tokens=len(row.ids_N),
-        sample_ids=list(row.batch.sample_ids),
+        packed_tokens=len(row.ids_N) * counts_here,
+        sample_ids=list(row.batch.sample_ids) * counts_here,
     )
 
 
@@ -544,19 +566,22 @@ def _scored(row: Row, term: str) -> Sides:
     ]
 
 
-def _taught(row: Row, device: torch.device, share: bool, max_tokens: int | None) -> tuple[Reading, ...]:
+def _taught(
+    row: Row, device: torch.device, share: bool, max_tokens: int | None, context: DeviceMesh | None
+) -> tuple[Reading, ...]:
     readings = []
     for teachers in _teacher_passes(row, share=share, max_tokens=max_tokens):
         ids = [row.tokens(teacher) for teacher in teachers]
         counts = [row.batch.turns[teacher - row.first_teacher].count for teacher in teachers]
         predicted = [np.arange(len(each) - count, len(each)) for each, count in zip(ids, counts, strict=True)]
-        readings.append(reading_of(ids, predicted, device, share=share))
+        readings.append(reading_of(ids, predicted, device, share=share, context=context))
     return tuple(readings)
 
 
 def reading_of(
-    documents: list[np.ndarray], predicted: list[np.ndarray], device: torch.device, *, share: bool
-) -> Reading:
+    documents: list[np.ndarray], predicted: list[np.ndarray], device: torch.device, *, share: bool,
+    context: DeviceMesh | None = None,
+) -> Reading:  # fmt: skip
     """Make the forward pass over `documents` (ids, [T_i] each) for their tokens `predicted` (indices >= 1 within each).
 
     Without documents it reads one token, so that ranks stay in step.
@@ -567,13 +592,34 @@ def reading_of(
     starts = np.cumsum([0, *map(len, documents)])[:-1]
     tokens = joined(start + index for start, index in zip(starts, predicted, strict=True))
     positions = joined(np.arange(len(document)) for document in documents)
-    put = partial(_tensor, dtype=torch.int64, device=device)
-    return Reading(
-        input_ids=put(np.concatenate(documents)[layout.kept])[None],
-        position_ids=put(positions[layout.kept])[None],
-        trees=layout.trees,
-        source_R=put(layout.where[tokens - 1]),
-    )
+    read = np.concatenate(documents)[layout.kept], positions[layout.kept]
+    return Reading(**_part(read, layout.trees, layout.where[tokens - 1], partial(_tensor, device=device), context))
+
+
+def _part(
+    tokens: tuple[np.ndarray, np.ndarray], trees: tuple[Tree, ...], source_R: np.ndarray, put: partial[Tensor],
+    context: DeviceMesh | None,
+) -> dict[str, Any]:  # fmt: skip
+    """Return the fields of a Reading of `tokens` (ids and positions): all of them, or this rank's part of the row.
+
+    A row that the ranks of `context` do not divide ends in a tree of tokens that nothing reads.
+    """
+    first, own_R, part = 0, None, slice(None)
+    if context is not None:
+        width = -(-len(tokens[0]) // context.size())
+        first, rest = context.get_local_rank() * width, width * context.size() - len(tokens[0])
+        part, tokens = slice(first, first + width), (np.pad(tokens[0], (0, rest)), np.pad(tokens[1], (0, rest)))
+        trees = (*trees, Tree(run=rest)) if rest else trees
+        own_R = put(np.flatnonzero(source_R // width == context.get_local_rank()), torch.int64)
+    input_ids, position_ids = (put(each[part], torch.int64)[None] for each in tokens)
+    return {
+        "input_ids": input_ids,
+        "position_ids": position_ids,
+        "trees": trees,
+        "source_R": put(source_R, torch.int64),
+        "first": first,
+        "own_R": own_R,
+    }
 
 
 def _tensor(values: np.ndarray, dtype: torch.dtype, *, device: torch.device) -> Tensor:

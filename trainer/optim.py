@@ -10,7 +10,7 @@ as Composer 2.5 splits them. The output projection mixes heads and stays whole, 
 
 torch.optim.Muon multiplies shards of one matrix across ranks in each of its five iterations, in bfloat16, so two ranks
 end elsewhere than one (measured: 10 % of an update). Here one rank orthogonalizes each matrix whole, and any number of
-ranks takes the same step.
+ranks takes the same step. With replicas of the weights, each does this for itself.
 """
 
 from __future__ import annotations
@@ -75,13 +75,23 @@ class Optimizer:
 
     def grad_norm(self) -> Tensor:
         """Return the global L2 norm of the gradients over all ranks; a scalar on the device. A collective."""
-        norm = get_total_norm([p.grad for p in self.parameters() if p.grad is not None])
-        return norm.full_tensor() if isinstance(norm, DTensor) else norm
+        grads = [[each.grad for each in own if each.grad is not None] for own in self._by_mesh()]
+        norms = [get_total_norm(of_mesh) for of_mesh in grads]
+        whole = [norm.full_tensor() if isinstance(norm, DTensor) else norm for norm in norms]
+        return whole[0] if len(whole) == 1 else torch.linalg.vector_norm(torch.stack(whole))
+
+    def _by_mesh(self) -> list[list[nn.Parameter]]:
+        """Return the parameters of each mesh: torch neither adds up nor clips norms over several."""
+        meshes: dict[Any, list[nn.Parameter]] = {}
+        for parameter in self.parameters():
+            meshes.setdefault(getattr(parameter, "device_mesh", None), []).append(parameter)
+        return [*meshes.values()]
 
     def step(self, norm: Tensor) -> float:
         """Clip by `norm`, update, drop the gradients. Return AdamW's rate."""
         if self._max_grad_norm is not None:
-            clip_grads_with_norm_(list(self.parameters()), self._max_grad_norm, norm)
+            for parameters in self._by_mesh():
+                clip_grads_with_norm_(parameters, self._max_grad_norm, norm)
         for part in self.parts:
             part.step()
         self.skipped = 0

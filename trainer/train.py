@@ -168,15 +168,17 @@ class Trainer:
         endpoint = self.config.orchestrator.address or find_endpoint(
             self.run_dir.endpoints, ORCHESTRATOR_TIMEOUT_S, self.stop.is_requested
         )
+        trainer, world = self.config.trainer, self.world
         rank = StepRequest(
             run_id=read_run_id(self.run_dir),
             step=0,
-            rank=self.world.rank,
-            world_size=self.world.size,
-            max_tokens=self.config.trainer.micro_batch_tokens,
+            rank=world.rank // trainer.context_parallel,
+            world_size=world.size // trainer.context_parallel,
+            max_tokens=trainer.micro_batch_tokens,
         )
-        keys = RunKeys(self.run_dir.keys).client("trainer")
-        return StepClient(endpoint, keys, rank, self._should_stop, silence_timeout_s=ORCHESTRATOR_TIMEOUT_S)
+        keys, silence_s = RunKeys(self.run_dir.keys).client("trainer"), ORCHESTRATOR_TIMEOUT_S
+        name = "trainer" if self.policy.leads else f"follower-{world.rank}"
+        return StepClient(endpoint, keys, rank, self._should_stop, silence_timeout_s=silence_s, name=name)
 
     def _should_stop(self) -> bool:
         """Raise an error of the publication: the awaited batch may need that version."""
@@ -189,7 +191,8 @@ class Trainer:
         while last < self._last_step(last):
             asked_at = time.monotonic()
             try:
-                reply = next_batch(client, last + 1, self.publisher.accepted_versions(last + 1))
+                versions = self.publisher.accepted_versions(last + 1)
+                reply = next_batch(client, last + 1, versions, self.world.context)
             except Stopped:  # on all ranks together
                 saves = self.stop.save_s > 0 and self._is_unsaved(last)
                 if saves and self._checkpoint(client, last):
@@ -289,18 +292,19 @@ class Trainer:
         rows = [checked_row(batch, self.policy.vocabulary) for batch in reply.micro_batches]
         totals = reply.totals
         if self.config.channels.own:
-            counts = [sum(term.count(row) for row in rows) for term in terms]
+            counts = [sum(term.count(row) for row in rows) * self.policy.leads for term in terms]
             over_ranks = map(sum, zip(*gather_words(counts), strict=True))
             own = {term.name: count for term, count in zip(terms, over_ranks, strict=True)}
             totals = msgspec.structs.replace(totals, own=own)
-        device = self.world.device
-        return [unpack(row, terms, device, share=share, max_tokens=max_tokens) for row in rows], totals
+        device, context = self.world.device, self.world.context
+        unpacked = [unpack(row, terms, device, share=share, max_tokens=max_tokens, context=context) for row in rows]
+        return unpacked, totals
 
     def _score(self, reply: StepReply) -> dict[str, float]:
         """Return the metrics of held-out demonstrations, if any."""
         held_out = [checked_row(batch, self.policy.vocabulary) for batch in reply.held_out]
-        imitated, share = [SftTerm(SftConfig())], self.policy.shares_prefixes
-        rows = [unpack(row, imitated, self.world.device, share=share) for row in held_out]
+        imitated, share, context = [SftTerm(SftConfig())], self.policy.shares_prefixes, self.world.context
+        rows = [unpack(row, imitated, self.world.device, share=share, context=context) for row in held_out]
         return score_held_out(self.policy, rows) if rows else {}
 
     def _skip(self, error: NonFiniteStepError, reply: StepReply, step: int) -> dict[str, float]:
@@ -312,6 +316,7 @@ class Trainer:
             sample_id: task
             for batch in reply.micro_batches
             for sample_id, task in zip(batch.sample_ids, batch.task_ids, strict=True)
+            if self.policy.leads
         }
         descriptions = _gather_lines([_describe(name, tasks[name]) for name in error.samples if name in tasks])
         descriptions += [name for name in error.samples if name.startswith(("pair ", "row "))]
@@ -408,14 +413,14 @@ def train_step(
     losses, not_finite, sums = backward(policy, rows, totals, step, auxiliary, terms)
     norm = optimizer.grad_norm()
     sums = dict(sorted(sums.items()))  # a policy loss of the user's may give its sums in another order on each rank
-    stacked = torch.stack(list(sums.values()))
+    stacked = torch.stack(list(sums.values())) * policy.leads
     dist.all_reduce(stacked)
     *summed, grad_norm = torch.cat([stacked, norm.double().reshape(1)]).tolist()
     values = dict(zip(sums, summed, strict=True))
     if not (math.isfinite(grad_norm) and math.isfinite(values["loss/total"])):
         optimizer.zero_grad()
         wrong = [name for name, value in values.items() if name.startswith("loss/") and not math.isfinite(value)]
-        raise _blame(rows, losses, not_finite, grad_norm, wrong)
+        raise _blame(rows if policy.leads else [], losses, not_finite, grad_norm, wrong)
     computed = time.monotonic()
     lr = optimizer.step(norm)
     return (
@@ -478,6 +483,7 @@ def score_held_out(policy: Policy, rows: Sequence[PackedRow]) -> dict[str, float
         count = sums.new_tensor(float(len(hits_R)))
         sums += torch.stack([logprobs_R.double().sum(), hits_R.double().sum(), count])
     policy.train(was_training)
+    sums *= policy.leads
     dist.all_reduce(sums)
     logprobs, hits, tokens = sums.tolist()
     return {
@@ -540,7 +546,7 @@ def _blame(
     Blames samples and pairs whose logits are not finite, else all of the micro-batch, else of the step.
     """
     texts, blamed = [], []
-    for index in torch.stack(losses).isfinite().logical_not().nonzero()[:, 0].tolist():
+    for index in torch.stack(losses).isfinite().logical_not().nonzero()[:, 0].tolist() if rows else []:
         what, names = _blamed(rows[index], not_finite[index].tolist())
         texts.append(f"micro-batch {index} of rank {dist.get_rank()} ({what} {', '.join(names)})")
         blamed += names

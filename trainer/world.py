@@ -37,7 +37,11 @@ class World:
     compute_dtype: torch.dtype
     """Forward and backward; masters are float32."""
     mesh: DeviceMesh
-    """One dimension, `shard`: FSDP2 over all ranks."""
+    """`shard`, FSDP2 over all ranks; with replicas `replicate` before it (HSDP)."""
+    context: DeviceMesh | None
+    """The neighbors that share each row; the first gets the batches and reports. None: each has rows of its own."""
+    experts: DeviceMesh | None
+    """`efsdp` x `ep`: each rank of `ep` owns a part of each layer's experts, cut over `efsdp`. None: as the rest."""
 
     @property
     def first(self) -> bool:
@@ -47,7 +51,7 @@ class World:
 def join(config: TrainerConfig) -> World:
     """Join the other ranks that torchrun's environment describes; without one this is the only rank.
 
-    A collective. Raises ConfigError when the device is missing.
+    A collective. Raises ConfigError when the device is missing, or when the settings do not fit so many ranks.
     """
     torch.set_num_threads(config.threads)
     device = _device(config)
@@ -56,6 +60,8 @@ def join(config: TrainerConfig) -> World:
     else:
         dtype = getattr(torch, config.compute_dtype)
     rank, size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+    if problem := config.mesh_problem(size):
+        raise ConfigError(problem)
     if device.type == "cuda":
         torch.cuda.set_device(device)
     dist.init_process_group(
@@ -67,12 +73,24 @@ def join(config: TrainerConfig) -> World:
         world_size=size,
         timeout=timedelta(seconds=_COLLECTIVE_TIMEOUT_S),
     )
+    dense = {"replicate": config.replicas, "shard": size // config.replicas}
+    if config.replicas == 1:
+        del dense["replicate"]
+    sharers, context = config.context_parallel, None
+    if sharers > 1:
+        context = init_device_mesh(device.type, (size // sharers, sharers), mesh_dim_names=("rows", "part"))["part"]
+    owners, experts = config.expert_parallel, None
+    if owners > 1:
+        experts = init_device_mesh(device.type, (size // owners, owners), mesh_dim_names=("efsdp", "ep"))
+        experts._flatten("experts")  # sums over both go in one collective, alike on all ranks
     return World(
         rank=rank,
         size=size,
         device=device,
         compute_dtype=dtype,
-        mesh=init_device_mesh(device.type, (size,), mesh_dim_names=("shard",)),
+        mesh=init_device_mesh(device.type, tuple(dense.values()), mesh_dim_names=tuple(dense)),
+        context=context,
+        experts=experts,
     )
 
 
@@ -101,6 +119,15 @@ def gather_texts(text: str, group: dist.ProcessGroup | None = None) -> list[str]
     rows = [torch.empty_like(padded) for _ in lengths]
     dist.all_gather(rows, padded, group)
     return [row[:length].numpy().tobytes().decode() for row, length in zip(rows, lengths, strict=True)]
+
+
+def broadcast_bytes(raw: bytes, group: dist.ProcessGroup) -> bytes:
+    """Return the bytes of the group's first rank, over gloo; others give none. A collective of `group`."""
+    size = torch.tensor([len(raw)])
+    dist.broadcast(size, group=group, group_src=0)
+    data = torch.frombuffer(bytearray(raw) or bytearray(int(size)), dtype=torch.uint8)
+    dist.broadcast(data, group=group, group_src=0)
+    return data.numpy().tobytes()
 
 
 def _device(config: TrainerConfig) -> torch.device:

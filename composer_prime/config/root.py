@@ -120,6 +120,12 @@ def _joint_run(config: Config) -> Iterator[str]:
     diloco = config.diloco
     if diloco is None:
         return
+    for name in ("replicas", "expert_parallel"):
+        if (size := getattr(config.trainer, name)) > 1:
+            yield (
+                f"trainer.{name} is {size}, but there is a [diloco] table, and a joint run exchanges the shards of one "
+                f"mesh of ranks: set trainer.{name} = 1, or remove [diloco]"
+            )
     period, steps = diloco.sync_every, config.run.max_steps
     if steps % period:
         yield (
@@ -169,7 +175,13 @@ def _context_fits(config: Config) -> Iterator[str]:
         )
 
 
-def _flash_in_halves(config: Config) -> Iterator[str]:
+def _attention(config: Config) -> Iterator[str]:
+    ranks = config.trainer.context_parallel
+    if ranks > 1 and config.model.attention == "eager":
+        yield (
+            f"trainer.context_parallel is {ranks}, but model.attention is 'eager', whose masks are of whole rows: "
+            "set model.attention = 'auto', or trainer.context_parallel = 1"
+        )
     if config.model.attention == "flash_attention_2" and config.trainer.compute_dtype == "float32":
         yield (
             "model.attention is 'flash_attention_2', but trainer.compute_dtype is 'float32', which it does not "
@@ -290,7 +302,7 @@ def _concurrency_covers_a_group(config: Config) -> Iterator[str]:
 _RULES = (
     _joint_run,
     _context_fits,
-    _flash_in_halves,
+    _attention,
     _whole_distribution,
     _family_of_own_rollouts,
     _evaluation,

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 from pydantic_config import BaseConfig
@@ -12,6 +13,17 @@ from composer_prime.import_path import PartConfig, one_of
 CHUNK_LOGITS = {"cpu": 1 << 25, "cuda": 1 << 27}
 """Logits that the trainer's head computes at a time. Each chunk reads and writes the output layer's gradient
 once, so it must not have too few rows."""
+
+
+def expert_count(text: Mapping[str, Any]) -> int:
+    """Return the experts of a layer by the values of a model's config.json, whatever its family calls them; 0: none."""
+    names = ("num_experts", "n_routed_experts", "num_local_experts")
+    return next((text[name] for name in names if text.get(name)), 0)
+
+
+def is_softmax_attention(kind: str) -> bool:
+    """Return whether a layer of a transformers' `layer_types` keeps documents of a row apart by its attention."""
+    return kind.endswith("attention") and kind != "linear_attention"
 
 
 class OptimConfig(BaseConfig):
@@ -70,6 +82,12 @@ class TrainerConfig(BaseConfig):
     """Address of a trainer on another machine (under torchrun); None starts it here."""
     ranks: int = Field(default=1, ge=1)
     """FSDP2 processes to start on this machine."""
+    replicas: int = Field(default=1, ge=1)
+    """Copies of the weights (HSDP): each lies on ranks / replicas processes. For several machines."""
+    context_parallel: int = Field(default=1, ge=1)
+    """Ranks that share each row (Ulysses): a row may be so many times as long. They divide the model's heads."""
+    expert_parallel: int = Field(default=1, ge=1)
+    """Ranks that share the experts: tokens travel to them. Pays for large experts and short rows."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """auto uses CUDA if torch finds a GPU."""
     threads: int = Field(default=1, ge=1)
@@ -106,6 +124,49 @@ class TrainerConfig(BaseConfig):
                 "than the inputs of blocks; set trainer.activation_checkpointing = true or leave 'activations' out"
             )
         return self
+
+    @model_validator(mode="after")
+    def _meshes_fit(self) -> TrainerConfig:
+        if self.address is None and (problem := self.mesh_problem(self.ranks)):
+            raise ValueError(problem)
+        if self.expert_parallel > 1 and (self.lora is not None or self.optim.type.name == "muon"):
+            raise ValueError(
+                f"trainer.expert_parallel is {self.expert_parallel}, but trainer.lora and trainer.optim.type = 'muon' "
+                "need all experts on one mesh: set it to 1, or train all parameters with 'adamw'"
+            )
+        return self
+
+    def mesh_problem(self, ranks: int) -> str | None:
+        """Return why so many ranks cannot be arranged as these settings ask."""
+        for name in ("replicas", "context_parallel", "expert_parallel"):
+            if ranks % (size := getattr(self, name)):
+                return (
+                    f"trainer.{name} is {size}, which does not divide the {ranks} ranks of the trainer: set it to a "
+                    f"divisor of {ranks}, or trainer.ranks to a multiple of {size}"
+                )
+        return None
+
+    def shape_problem(self, text: Mapping[str, Any]) -> str | None:
+        """Return why a model with these values of its config.json cannot be cut as these settings ask."""
+        ranks, heads = self.context_parallel, text.get("num_attention_heads")
+        if isinstance(heads, int) and heads % ranks:
+            return (
+                f"trainer.context_parallel is {ranks}, which does not divide the model's num_attention_heads = "
+                f"{heads}: set it to a divisor of {heads}"
+            )
+        experts = expert_count(text)
+        if self.expert_parallel > 1 and (experts == 0 or experts % self.expert_parallel):
+            return (
+                f"trainer.expert_parallel is {self.expert_parallel}, but the model has {experts} experts a layer: set "
+                f"it to {'a divisor of that' if experts else '1'}"
+            )
+        kinds = {kind for kind in text.get("layer_types") or () if not is_softmax_attention(kind)}
+        if ranks > 1 and kinds:
+            return (
+                f"trainer.context_parallel is {ranks}, but the model has {', '.join(sorted(kinds))} layers, whose "
+                "state runs along whole rows: set it to 1"
+            )
+        return None
 
     @model_validator(mode="after")
     def _lora_with_adamw(self) -> TrainerConfig:

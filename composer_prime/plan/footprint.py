@@ -13,7 +13,7 @@ from typing import Any
 from composer_prime.config import Config
 from composer_prime.config.channels import AVERAGES, weight_sets
 from composer_prime.config.inference import InferenceConfig
-from composer_prime.config.trainer import CHUNK_LOGITS
+from composer_prime.config.trainer import CHUNK_LOGITS, expert_count
 from composer_prime.console import GIB
 from composer_prime.errors import ModelNotFoundError
 from composer_prime.model_source import described_model, tensor_shapes, text_settings, weight_files
@@ -35,7 +35,10 @@ class ModelShape:
     kv_width: int
     """Cached values of one token, layer and side."""
     mlp_width: int
+    """Of a token: with experts, of those that it visits together."""
     vocabulary: int
+    experts: int = 0
+    """Parameters of all experts."""
 
     @classmethod
     def read(cls, folder: Path) -> ModelShape:
@@ -57,16 +60,19 @@ class ModelShape:
         head = text.get("head_dim") or hidden // heads
         kv_width = text.get("num_key_value_heads", heads) * head
         mlp = text.get("intermediate_size") or 4 * hidden
+        own, count = text.get("moe_intermediate_size") or mlp, expert_count(text)
+        experts = layers * count * 3 * hidden * own
         attention = 2 * hidden * heads * head + 2 * hidden * kv_width
         norms = 2 * hidden + (2 * head if text.get("model_type", "").startswith("qwen3") else 0)
         embeddings = vocabulary * hidden * (1 if text.get("tie_word_embeddings") else 2)
         return cls(
-            parameters=layers * (attention + 3 * hidden * mlp + norms) + embeddings + hidden,
+            parameters=layers * (attention + norms) + (experts or layers * 3 * hidden * mlp) + embeddings + hidden,
             hidden=hidden,
             layers=layers,
             kv_width=kv_width,
-            mlp_width=mlp,
+            mlp_width=own * (text.get("num_experts_per_tok") or 1) if count else mlp,
             vocabulary=vocabulary,
+            experts=experts,
         )
 
 
@@ -84,8 +90,8 @@ class Need:
 
 def rank_need(config: Config, shape: ModelShape, *, cuda: bool) -> Need:
     """Return the memory of a rank: float32 masters, gradients, moments (sharded), activations."""
-    trainer, ranks = config.trainer, config.trainer.ranks
-    tokens = trainer.micro_batch_tokens
+    trainer = config.trainer
+    ranks, tokens = trainer.ranks // trainer.replicas, trainer.micro_batch_tokens // trainer.context_parallel
     half = trainer.compute_dtype == "bfloat16" or (trainer.compute_dtype == "auto" and cuda)
     width = 2 if half else 4
     trained = trained_parameters(config, shape)
@@ -107,7 +113,8 @@ def rank_need(config: Config, shape: ModelShape, *, cuda: bool) -> Need:
         "other weights": 4 * trained * len(others) // ranks,
     }
     if half:
-        parts["gathered blocks"] = 2 * width * shape.parameters // max(shape.layers, 1)
+        gathered = shape.parameters - shape.experts + shape.experts // trainer.expert_parallel
+        parts["gathered blocks"] = 2 * width * gathered // max(shape.layers, 1)
     snapshot = shape.parameters * width
     on_host = {"moments": parts["moments"], "activations": tokens * shape.hidden * shape.layers * width}
     offloaded = {name: on_host[name] for name in trainer.offload if cuda}

@@ -152,7 +152,13 @@ def _trainer(config: Config, placement: Placement | None) -> str:
     if trainer.address:
         return f"trainer ranks elsewhere, at {trainer.address}"
     devices = _devices(placement.ranks if placement else None, trainer.threads)
-    return f"trainer here: {pluralize(trainer.ranks, 'rank')}, FSDP2, {devices}"
+    sizes = {
+        "replicas": trainer.replicas,
+        "ranks a row": trainer.context_parallel,
+        "ranks for the experts": trainer.expert_parallel,
+    }
+    meshes = "".join(f", {size} {what}" for what, size in sizes.items() if size > 1)
+    return f"trainer here: {pluralize(trainer.ranks, 'rank')}, FSDP2{meshes}, {devices}"
 
 
 def _devices(gpus: tuple[int, ...] | None, threads: int) -> str:
@@ -170,7 +176,8 @@ def _step(config: Config) -> Rows:
         return [("step", f"{conversations}, no rollouts")]
     rollouts = orchestrator.groups_per_step * orchestrator.group_size
     max_tokens = rollouts * config.model.max_context
-    per_rank = -(-max_tokens // (config.trainer.micro_batch_tokens * config.trainer.ranks))
+    readers = config.trainer.ranks // config.trainer.context_parallel
+    per_rank = -(-max_tokens // (config.trainer.micro_batch_tokens * readers))
     staleness = f"(max_staleness {orchestrator.max_staleness})"
     versions = f"step N trains on policy versions N-{1 + orchestrator.max_staleness} and newer {staleness}"
     if config.diloco is not None:

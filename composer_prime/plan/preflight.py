@@ -107,6 +107,8 @@ def _model(config: Config, findings: Findings) -> None:
             f"model.max_context is {config.model.max_context}, but the model {config.model.path!r} has "
             f"max_position_embeddings = {positions}: set model.max_context <= {positions}"
         )
+    if problem := config.trainer.shape_problem(text_settings(described)):
+        findings.problems.append(problem)
     if (quantized := text_settings(described).get("quantization_config")) is not None:
         method = quantized.get("quant_method") if isinstance(quantized, dict) else quantized
         findings.problems.append(

@@ -15,9 +15,10 @@ from composer_prime.config.inference import VllmEngineConfig
 from composer_prime.config.load import dump, resolve
 from composer_prime.console import GIB, install_command
 from composer_prime.data.pairs import TINY_PAIRS
+from composer_prime.errors import ConfigError
 from composer_prime.host import Machine, module_file, place_processes
 from composer_prime.model_source import resolve_model
-from composer_prime.plan.footprint import ModelShape, checkpoint_bytes, stop_timeout_s
+from composer_prime.plan.footprint import ModelShape, checkpoint_bytes, rank_need, stop_timeout_s
 from composer_prime.plan.plan import build_plan
 from composer_prime.plan.preflight import check_start
 from trainer.main import main
@@ -219,6 +220,55 @@ def test_a_node_has_the_context_of_the_run(tmp_path):
     # Another context than model.max_context would cut answers that count as whole; it is refused by name.
     with pytest.raises(ValueError, match=r"set model\.max_context instead"):
         VllmEngineConfig(extra_args=["--max_model_len=256"])
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("--trainer.ranks 4 --trainer.replicas 3", r"trainer\.replicas is 3, .* the 4 ranks"),
+        ("--trainer.context_parallel 2", r"trainer\.context_parallel is 2, .* the 1 ranks"),
+        ("--trainer.ranks 2 --trainer.context_parallel 2 --model.attention eager", r"parallel is 2, .* 'eager'"),
+        ("--trainer.ranks 2 --trainer.expert_parallel 2 --trainer.lora.rank 4", r"parallel is 2, .*trainer\.lora"),
+        ("--trainer.ranks 2 --trainer.expert_parallel 2 --trainer.optim.type muon", r"parallel is 2, .*'muon'"),
+        ("@ configs/diloco/peer.toml --trainer.ranks 2 --trainer.replicas 2", r"replicas is 2, .*\[diloco\]"),
+        ("@ configs/diloco/peer.toml --trainer.ranks 2 --trainer.expert_parallel 2", r"parallel is 2, .*\[diloco\]"),
+    ],
+)
+def test_ranks_that_cannot_be_arranged_are_refused(tmp_path, monkeypatch, words, said):
+    # Both values are named before anything starts.
+    monkeypatch.chdir(ROOT)
+    with pytest.raises(ConfigError, match=said):
+        quickstart(tmp_path, *words.split())
+
+
+def test_a_model_that_ranks_cannot_cut_is_a_problem(tmp_path):
+    # Heads, layers with a state and experts, by config.json alone; a layout that fits is in the plan, and needs less.
+    model = tmp_path / "model"
+    shutil.copytree(resolve_model("tiny"), model)
+    text = json.loads((model / "config.json").read_text())
+
+    def found(ranks: int, setting: str, **changed) -> str:
+        (model / "config.json").write_text(json.dumps(text | changed))
+        words = ["--model.path", str(model), "--trainer.ranks", str(ranks), f"--trainer.{setting}", str(ranks)]
+        return problems(tmp_path, *words)
+
+    heads = text["num_attention_heads"]
+    assert f"context_parallel is 7, which does not divide the model's num_attention_heads = {heads}" in found(
+        7, "context_parallel"
+    )
+    assert "linear_attention layers" in found(2, "context_parallel", layer_types=["linear_attention"])
+    assert "expert_parallel is 2, but the model has 0 experts" in found(2, "expert_parallel")
+    assert "expert_parallel is 3, but the model has 8 experts" in found(3, "expert_parallel", num_experts=8)
+    assert found(2, "context_parallel") == ""
+
+    words = ["--trainer.ranks", "4", "--trainer.context_parallel", "2", "--trainer.replicas", "2"]
+    config = quickstart(tmp_path, *words)
+    assert "4 ranks, FSDP2, 2 replicas, 2 ranks a row" in build_plan(config, LAPTOP).text()
+    shape, four = ModelShape.of(text), quickstart(tmp_path, "--trainer.ranks", "4")
+    parts, plain = (rank_need(each, shape, cuda=False).parts for each in (config, four))
+    assert parts["masters"] == 2 * plain["masters"] and 2 * parts["activations"] == plain["activations"]
+    own = ModelShape.of(text | {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 16})
+    assert own.mlp_width == 32 and own.experts == 8 * 3 * 16 * own.hidden * own.layers
 
 
 def test_gpus_go_to_nodes_first_and_then_to_ranks(tmp_path):

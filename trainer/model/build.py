@@ -26,25 +26,19 @@ from accelerate import init_empty_weights
 from safetensors import safe_open
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
 from composer_prime.config import Config
+from composer_prime.config.trainer import is_softmax_attention
 from composer_prime.errors import ConfigError, ModelNotFoundError
 from composer_prime.model_source import weight_files
 from trainer.data import first_alone, reading_of
 from trainer.model.adapters import inject_adapters
-from trainer.model.policy_model import (
-    FLASH,
-    FORWARD_METHODS,
-    PACKED,
-    Policy,
-    attention_name,
-    flash_attention,
-    packed_attention,
-)
+from trainer.model.policy_model import ATTENTION, FORWARD_METHODS, PACKED, Policy, attention_name
 from trainer.world import World, gather_texts
 
 PROBE_LENGTHS = (7, 12)
@@ -62,8 +56,11 @@ def build_policy(config: Config, folder: Path, world: World) -> Policy:
     """
     attention = attention_name(config.model.attention, world.device.type, world.compute_dtype)
     torch.manual_seed(config.run.seed)
-    adapted, offloads = config.trainer.lora is not None, "activations" in config.trainer.offload
-    policy = Policy(empty_model(folder, attention, config), attention, adapted=adapted, offloads=offloads)
+    lm, adapted = empty_model(folder, attention, config), config.trainer.lora is not None
+    if problem := config.trainer.shape_problem(lm.config.get_text_config().to_dict()):
+        raise ConfigError(problem)
+    offloads = "activations" in config.trainer.offload
+    policy = Policy(lm, attention, adapted=adapted, offloads=offloads, context=world.context)
     buffers = {name: buffer.to(world.device, copy=True) for name, buffer in policy.named_buffers()}
     shard_policy(policy, world)
     policy.to_empty(device=world.device)
@@ -139,14 +136,23 @@ def blocks(lm: PreTrainedModel) -> list[nn.Module]:
 
 
 def shard_policy(policy: Policy, world: World) -> None:
-    """Apply FSDP2 to each block and to the rest; gradients are summed over ranks in float32, not averaged."""
+    """Apply FSDP2 to each block and to the rest; gradients are summed over all ranks in float32, not averaged.
+
+    Experts that ranks share are cut between experts over `ep`, and within each over `efsdp`. Raises ConfigError for
+    those that cannot be.
+    """
     half = world.compute_dtype != torch.float32
     precision = MixedPrecisionPolicy(
         param_dtype=world.compute_dtype, reduce_dtype=torch.float32, cast_forward_inputs=half
     )
+    root_precision = dataclasses.replace(precision, cast_forward_inputs=False)  # keeps temperatures in float32
+    if world.experts is not None:
+        for module in _owned_experts(policy.lm, world.experts):
+            fully_shard(
+                module, mesh=world.experts["efsdp"], mp_policy=root_precision, shard_placement_fn=lambda _: Shard(1)
+            )
     for block in blocks(policy.lm):
         fully_shard(block, mesh=world.mesh, mp_policy=precision)
-    root_precision = dataclasses.replace(precision, cast_forward_inputs=False)  # keeps temperatures in float32
     fully_shard(policy, mesh=world.mesh, mp_policy=root_precision)
     for name in FORWARD_METHODS:
         register_fsdp_forward_method(policy, name)
@@ -164,10 +170,31 @@ def compile_blocks(policy: Policy, backend: str) -> None:
     known = torch.compiler.list_backends(exclude_tags=())
     if backend not in known:
         raise ConfigError(f"trainer.compile is {backend!r}, which torch does not have here; use {', '.join(known)}")
-    for name, attend in ((PACKED, packed_attention), (FLASH, flash_attention)):
+    for name, attend in ATTENTION.items():
         AttentionInterface.register(name, torch.compiler.disable(attend))
     for block in blocks(policy.lm):
         block.compile(backend=backend, dynamic=True)
+
+
+def _owned_experts(lm: PreTrainedModel, mesh: DeviceMesh) -> list[nn.Module]:
+    """Give each rank of `ep` its part of the experts of `lm`, and return the modules that hold them."""
+    from transformers.distributed.tensor_parallel import apply_expert_parallelism  # moves in transformers 5.24
+
+    plan, owners = lm.ep_plan, mesh.size(1)
+    if "ep_dispatch_experts" not in plan.values():
+        raise ConfigError(
+            f"trainer.expert_parallel is {owners}, but transformers has no plan for the experts of a "
+            f"{type(lm).__name__}: set it to 1"
+        )
+    apply_expert_parallelism(lm, mesh["ep"], None, plan)  # pyright: ignore[reportArgumentType]  no tensor parallelism
+    cut = {module: [p for p in module.parameters(recurse=False) if isinstance(p, DTensor)] for module in lm.modules()}
+    for parameter in (each for own in cut.values() for each in own):
+        if parameter.ndim < 2 or parameter.shape[1] % mesh.size(0):
+            raise ConfigError(
+                f"trainer.expert_parallel is {owners}, but {mesh.size(0)} ranks cannot cut experts of shape "
+                f"{[*parameter.shape[1:]]} evenly: raise it, or set it to 1"
+            )
+    return [module for module, own in cut.items() if own]
 
 
 def _whole_state(config: Config, folder: Path, attention: str, policy: Policy) -> tuple[dict[str, Tensor], list[str]]:
@@ -314,7 +341,7 @@ def _plain_attention(lm: PreTrainedModel) -> Iterator[None]:
 
 def _reason(lm: PreTrainedModel) -> str:
     layers = set(getattr(lm.config.get_text_config(), "layer_types", None) or ())
-    recurrent = sorted(kind for kind in layers if not kind.endswith("attention") or kind == "linear_attention")
+    recurrent = sorted(kind for kind in layers if not is_softmax_attention(kind))
     if not recurrent:
         return "this architecture cannot be trained on packed rows"
     return (

@@ -24,6 +24,7 @@ to the last bit. No backward pass may be under way meanwhile.
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import inspect
 import json
@@ -42,6 +43,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.autograd import graph
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.attention.bias import causal_lower_right
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
@@ -58,6 +60,7 @@ from composer_prime.packing.pack import Tree
 from diloco.fragments import local_shard
 from trainer.data import PackedRow, Reading, Sides, reading_of
 from trainer.head import Head, HeadTeacher, TokenStatistics, head_of, likeliest, token_statistics
+from trainer.model.context import by_heads, whole_rows
 from trainer.world import gather_texts, gather_words
 
 logger = logging.getLogger(__name__)
@@ -74,10 +77,19 @@ Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 class Policy(nn.Module):
     """A Hugging Face causal language model as the trainer sees it; its parameters keep their names below `lm.`."""
 
-    def __init__(self, lm: PreTrainedModel, attention: str, *, adapted: bool = False, offloads: bool = False) -> None:
+    def __init__(
+        self,
+        lm: PreTrainedModel,
+        attention: str,
+        *,
+        adapted: bool = False,
+        offloads: bool = False,
+        context: DeviceMesh | None = None,
+    ) -> None:
         """`attention` is transformers' name; `adapted`: `lm` carries low-rank adapters.
 
         `offloads`: what the backward pass needs waits on the host; with checkpointing, that is each block's input.
+        The ranks of `context`, if any, share each row; all of them make every call.
         """
         super().__init__()
         self.lm = lm
@@ -88,6 +100,12 @@ class Policy(nn.Module):
         for layer in recurrent:
             layer.forward = partial(_restart, layer.forward)
         self._saved = partial(graph.save_on_cpu, pin_memory=True) if offloads else nullcontext
+        self.context = context
+
+    @property
+    def leads(self) -> bool:
+        """Tell whether this rank counts its rows; the others of its context group hold the same."""
+        return self.context is None or self.context.get_local_rank() == 0
 
     @property
     def shares_prefixes(self) -> bool:
@@ -100,40 +118,59 @@ class Policy(nn.Module):
 
     def forward(self, row: PackedRow, teacher: HeadTeacher | None = None) -> TokenStatistics:
         """Return statistics of the row's R wanted tokens, the last D of them beside their teacher."""
-        hidden_NH, head = self._hidden(row), head_of(self.lm)
-        return token_statistics(head, hidden_NH[row.source_R], row.targets_R, row.temperature_R, teacher)
+        hidden_RH, head = self._hidden(row), head_of(self.lm)
+        temperature_R = None if row.temperature_R is None else row.own(row.temperature_R)
+        statistics = token_statistics(head, hidden_RH, row.own(row.targets_R), temperature_R, teacher)
+        wanted = {"R": len(row.source_R), "D": sum(len(each.source_R) for each in row.taught)}
+        named = {each.name: getattr(statistics, each.name) for each in dataclasses.fields(statistics)}
+        filled = {name: values for name, values in named.items() if values is not None}
+        return TokenStatistics(**{name: self._whole(each, row, wanted[name[-1]]) for name, each in filled.items()})
 
     def states(self, reading: Reading) -> Tensor:
         """Return the hidden states [R, H] that predict the reading's wanted tokens."""
-        return self._hidden(reading)[reading.source_R]
+        return self._whole(self._hidden(reading), reading)
 
     def scores(self, reading: Reading, targets_R: Tensor) -> Tensor:
         """Return the log-probabilities [R] of `targets_R` at the reading's wanted places, at temperature 1."""
-        hidden_RH = self._hidden(reading)[reading.source_R]
-        return token_statistics(head_of(self.lm), hidden_RH, targets_R).logprobs_R
+        statistics = token_statistics(head_of(self.lm), self._hidden(reading), reading.own(targets_R))
+        return self._whole(statistics.logprobs_R, reading)
 
     @torch.no_grad()
     def grades(self, row: PackedRow) -> tuple[Tensor, Tensor]:
         """Return each wanted token's log-probability [R], and whether it is the likeliest, bool [R]."""
-        hidden_RH, head = self._hidden(row)[row.source_R], head_of(self.lm)
-        logprobs_R = token_statistics(head, hidden_RH, row.targets_R).logprobs_R
-        return logprobs_R, likeliest(head, hidden_RH) == row.targets_R
+        hidden_RH, head, targets_R = self._hidden(row), head_of(self.lm), row.own(row.targets_R)
+        logprobs_R = token_statistics(head, hidden_RH, targets_R).logprobs_R
+        hits_R = (likeliest(head, hidden_RH) == targets_R).int()
+        return self._whole(logprobs_R, row), self._whole(hits_R, row).bool()
 
     def head(self) -> Head:
         """Return a copy of the output layer as it is now."""
         return head_of(self.lm).copied()
 
     def _hidden(self, reading: Reading) -> Tensor:
-        borders = {"packed_trees": reading.trees} if self.is_recurrent else {}
+        """Return the hidden states that predict the wanted tokens, [R, H]; of a shared row this rank's own."""
+        borders = {"packed_trees": SimpleNamespace(trees=reading.trees)} if self.is_recurrent else {}
+        shared = {} if self.context is None else {"packed_context": self.context}
         with self._saved():
             output = self.lm.base_model(
                 input_ids=reading.input_ids,
                 position_ids=reading.position_ids,
                 attention_mask=self._masks(reading) if self.attention == "eager" else None,
                 use_cache=False,
-                **borders | packing_arguments(self.attention, reading.trees, reading.input_ids.device),
+                **borders | shared | packing_arguments(self.attention, reading.trees, reading.input_ids.device),
             )
-        return output.last_hidden_state[0]
+        return output.last_hidden_state[0][reading.own(reading.source_R) - reading.first]
+
+    def _whole(self, own: Tensor, reading: Reading, last: int | None = None) -> Tensor:
+        """Return the values of all R wanted tokens, or of the `last`, of which this rank gives its own.
+
+        A collective of the context group, if there is one.
+        """
+        if self.context is None or reading.own_R is None:
+            return own
+        before = 0 if last is None else len(reading.source_R) - last
+        places = reading.own_R[len(reading.own_R) - len(own) :] - before
+        return whole_rows(own, places, len(reading.source_R) - before, self.context)
 
     def _masks(self, reading: Reading) -> Tensor | dict[str, Tensor] | None:
         """Return eager masks, [1, 1, N, N] a kind of layer: gpt-oss drops the position ids."""
@@ -153,13 +190,13 @@ def recurrent_layers(lm: nn.Module) -> list[nn.Module]:
 
 
 def _restart(
-    forward: Callable[..., Tensor], hidden_states: Tensor, *, packed_trees: tuple[Tree, ...] | None = None,
+    forward: Callable[..., Tensor], hidden_states: Tensor, *, packed_trees: SimpleNamespace | None = None,
     **options: Any,
 ) -> Tensor:  # fmt: skip
     """Run a recurrent layer's `forward` over each document of `hidden_states` [1, N, H] alone."""
     if packed_trees is None:
         return forward(hidden_states, **options)
-    documents = hidden_states.split([tree.tokens for tree in packed_trees], dim=1)
+    documents = hidden_states.split([tree.tokens for tree in packed_trees.trees], dim=1)
     return torch.cat([forward(document) for document in documents], dim=1)
 
 
@@ -268,8 +305,10 @@ def packed_attention(
     return torch.cat(outputs, dim=2).transpose(1, 2).contiguous(), None
 
 
-AttentionInterface.register(PACKED, packed_attention)
-AttentionInterface.register(FLASH, flash_attention)
+ATTENTION = {PACKED: by_heads(packed_attention), FLASH: by_heads(flash_attention)}
+"""By transformers' name."""
+for _name, _attend_rows in ATTENTION.items():
+    AttentionInterface.register(_name, _attend_rows)
 AttentionMaskInterface.register(PACKED, lambda *args, **kwargs: None)
 
 
@@ -504,12 +543,17 @@ class SelfTeacher:
     def _read_teacher(self, rows: Sequence[PackedRow], passes: list[int], results: Sequence[AuxiliaryLogprobs]) -> None:
         """Read each row's teacher documents. A rank with fewer passes than another reads one token."""
         head, sdpo = self._policy.head(), self._channels.sdpo
+        context = self._policy.context
         for row, count, result in zip(rows, passes, results, strict=True):
-            idle = [reading_of([], [], row.input_ids.device, share=False)] * (count - len(row.taught))
+            idle = [reading_of([], [], row.input_ids.device, share=False, context=context)] * (count - len(row.taught))
             states = [self._policy.states(each) for each in (*row.taught, *idle)]
             if row.taught:
+                hidden_DH = torch.cat(states)
+                if row.own_R is not None:
+                    own_D = row.own_R - (len(row.targets_R) - len(hidden_DH))
+                    hidden_DH = hidden_DH[own_D[own_D >= 0]]
                 result.teacher = HeadTeacher(
-                    hidden_DH=torch.cat(states),
+                    hidden_DH=hidden_DH,
                     head=head,
                     divergence=lambda student, teacher, targets: divergence(student, teacher, sdpo, targets),
                 )
@@ -565,7 +609,8 @@ def _answer_logprobs(policy: Policy, pairs: Sides) -> Tensor:
     wanted = [np.arange(start, len(ids)) for ids, start in pairs]
     answers = [ids[start:] for ids, start in pairs]
     targets = torch.from_numpy(np.concatenate([np.zeros(0, dtype=np.int64), *answers])).to(device)
-    reading = reading_of([ids for ids, _ in pairs], wanted, device, share=policy.shares_prefixes)
+    share, context = policy.shares_prefixes, policy.context
+    reading = reading_of([ids for ids, _ in pairs], wanted, device, share=share, context=context)
     scores = policy.scores(reading, targets)
     lengths = np.array([len(answer) for answer in answers], dtype=np.int64)
     sides = torch.from_numpy(np.repeat(np.arange(len(answers)), lengths))

@@ -36,6 +36,7 @@ from torch.distributed.checkpoint.state_dict import (
 from composer_prime.errors import CheckpointError, ComposerError
 from composer_prime.host import memory
 from composer_prime.run.run_dir import RunDir, write_atomic, write_remedy
+from diloco.fragments import local_shard
 from diloco.streaming import StreamingDiLoCo
 from trainer.data import StepClient, first_alone, wait_together
 from trainer.model.policy_model import Policy, SelfTeacher
@@ -95,8 +96,8 @@ class Checkpoints:
 
     def _has_room(self) -> bool:
         """Return whether each machine has twice the memory that a copy takes. A collective."""
-        trained = sum(parameter.nbytes for parameter in self.policy.parameters() if parameter.requires_grad)
-        needed = 2 * 3 * trained * int(os.environ.get("LOCAL_WORLD_SIZE", 1)) // self.world.size
+        trained = sum(local_shard(each).nbytes for each in self.policy.parameters() if each.requires_grad)
+        needed = 2 * 3 * trained * int(os.environ.get("LOCAL_WORLD_SIZE", 1))
         return all(room for (room,) in gather_words([int(memory()[1] > needed)]))
 
     def _start(self, step: int, client: StepClient, state: Any) -> None:
