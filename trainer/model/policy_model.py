@@ -190,9 +190,8 @@ def recurrent_layers(lm: nn.Module) -> list[nn.Module]:
 
 
 def _restart(
-    forward: Callable[..., Tensor], hidden_states: Tensor, *, packed_trees: SimpleNamespace | None = None,
-    **options: Any,
-) -> Tensor:  # fmt: skip
+    forward: Callable[..., Tensor], hidden_states: Tensor, *, packed_trees: Any = None, **options: Any
+) -> Tensor:
     """Run a recurrent layer's `forward` over each document of `hidden_states` [1, N, H] alone."""
     if packed_trees is None:
         return forward(hidden_states, **options)

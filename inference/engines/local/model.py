@@ -430,14 +430,13 @@ def slot_recurrence(
     """Run a recurrent layer's `forward` over [1, N, H], each sequence from the state of its slot."""
     outputs = []
     recur = partial(_recur, layer, forward, slot_step)
+    first = (slot_step.position_ids[0] == 0).to(hidden_states.device)
     for group in slot_step.groups:
-        assert slot_step.lengths is not None
         rows, slots = slice(group.row, group.row + group.count), slice(group.slot, group.slot + group.count)
-        outputs.append(recur(hidden_states[0, rows, None], slots, slot_step.lengths[rows] == 1).transpose(0, 1))
+        outputs.append(recur(hidden_states[0, rows, None], slots, first[rows]).transpose(0, 1))
     for one in slot_step.segments:
-        first = torch.tensor([one.start == 0], device=hidden_states.device)
         rows, slots = slice(one.row, one.row + one.count), slice(one.slot, one.slot + 1)
-        outputs.append(recur(hidden_states[:, rows], slots, first))
+        outputs.append(recur(hidden_states[:, rows], slots, first[rows][:1]))
     return torch.cat(outputs, dim=1)
 
 
@@ -455,9 +454,7 @@ def _recur(
     output = forward(hidden_states, cache_params=Cache(layers=[cached] * (index + 1)))  # it asks for layer `index`
     if step.places is not None:
         states: Any = cached.conv_states[0], cached.recurrent_states[0]
-        if held is None:
-            held = step.cache.states[index] = tuple(each.new_zeros(1, *each.shape[1:]) for each in states)
-        for each, new in zip(held, states, strict=True):
+        for each, new in zip(step.cache.states.setdefault(index, states), states, strict=True):
             each[slots] = new
     return output
 
