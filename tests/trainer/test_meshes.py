@@ -36,7 +36,7 @@ from trainer.model.build import build_policy, shard_policy
 from trainer.model.policy_model import SelfTeacher
 from trainer.optim import build_optimizer
 from trainer.train import backward, train_step
-from trainer.weights.publish import whole_parameters
+from trainer.weights.publish import whole_tensors
 
 STEPS, TOLERANCE, PROMPT = 5, 1e-5, 25
 CHANNELS = ChannelsConfig.model_validate(
@@ -97,7 +97,7 @@ def steps_of(policy, config, world) -> dict[str, dict]:
             optimizer.zero_grad()
         results[f"metrics {step}"] = train_step(policy, optimizer, rows, counts, terms, step=step, auxiliary=auxiliary)
         teacher.follow()
-    results["parameters"] = {name: whole.clone() for name, whole in whole_parameters(policy, world, torch.float32)}
+    results["parameters"] = {name: whole.clone() for name, whole, _ in whole_tensors(policy, world, torch.float32)}
     return results
 
 

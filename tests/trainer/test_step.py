@@ -168,24 +168,6 @@ def test_models_with_dropout_are_trained_without_it(tmp_path, caplog):
     assert "embd_pdrop is 0.2 and counts as 0" in caplog.text and config.layer_norm_epsilon == 1e-5
 
 
-def test_weights_outside_the_parameters_are_refused(tmp_path, world):
-    # Some experts' routers keep a trained bias in a buffer. As made it is 0 and harmless; loaded values would be lost.
-    from transformers import Glm4MoeConfig, Glm4MoeForCausalLM
-
-    router = "model.layers.1.mlp.gate.e_score_correction_bias"
-    model = Glm4MoeForCausalLM(
-        Glm4MoeConfig(vocab_size=VOCABULARY, hidden_size=32, intermediate_size=32, moe_intermediate_size=16,
-                      num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=2, head_dim=16,
-                      n_routed_experts=4, num_experts_per_tok=2, first_k_dense_replace=1)
-    )  # fmt: skip
-    model.save_pretrained(tmp_path / "plain")
-    build_policy(make_config(tmp_path / "plain", tmp_path), tmp_path / "plain", world)
-    model.get_buffer(router).fill_(0.5)
-    model.save_pretrained(tmp_path / "biased")
-    with pytest.raises(ConfigError, match=rf"{router}, 1 in all.*would need a rule of its own.*train another model"):
-        build_policy(make_config(tmp_path / "biased", tmp_path), tmp_path / "biased", world)
-
-
 def test_micro_batching_does_not_change_the_step(model_folder, tmp_path, world):
     # The same samples in 1 row, in many rows, and with a dummy row: equal metrics and parameters to 1e-6.
     samples, outcomes = make_samples(3, 9), []

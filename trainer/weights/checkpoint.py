@@ -136,7 +136,9 @@ class Checkpoints:
         state = self._state(step)
         settings = state["optimizer"].pop("param_groups")  # A resumed run may have other ones.
         try:
-            written, now = (folder.parent / "COMPLETE").read_text(), self._sums(folder.parent)
+            complete, now = folder.parent / "COMPLETE", self._sums(folder.parent)
+            seen = complete.read_text() if self.world.first and complete.is_file() else ""  # Others may see it late.
+            written = gather_texts(seen)[0]
             if written and (changed := now.difference(written.split("\n"))):  # Earlier releases wrote nothing there.
                 raise ValueError(f"{min(changed)[9:]} changed since it was written")
             absent = _drop_absent(state, dcp.FileSystemReader(folder).read_metadata().state_dict_metadata)
