@@ -80,6 +80,7 @@ def _claude_code(endpoint: PolicyEndpoint, system: str, prompt: str) -> Start:
         "CLAUDE_CODE_MAX_OUTPUT_TOKENS": str(endpoint.answer),
         "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1",
         "DISABLE_AUTOUPDATER": "1",
+        "CLAUDE_CODE_ATTRIBUTION_HEADER": "0",
     }
     return (
         [_placed("@anthropic-ai/claude-code", "claude"), "-p", "--dangerously-skip-permissions", *more],

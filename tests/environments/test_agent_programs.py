@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import re
 import shutil
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -26,12 +29,13 @@ from composer_prime.run.keys import RunKeys
 from composer_prime.run.weights import WeightStore
 from composer_prime.wire.node_messages import Generate, Sampled
 from composer_prime.wire.types import Sample, VersionSpan, flags, floats, ints, pack_floats, pack_ints
+from inference.engines.local.model import KvCache
 from orchestrator.coding.native import PACKAGES
 from orchestrator.coding.sandbox.box import open_box
 from orchestrator.coding.task import CodeTask
 from orchestrator.gateway import Gateway
-from orchestrator.rollouts.groups import GroupPlan
-from orchestrator.rollouts.rollout import Permits, RolloutRunner, compile_rollout
+from orchestrator.rollouts.groups import GroupPlan, score_group
+from orchestrator.rollouts.rollout import Permits, RolloutRunner, compile_rollout, finished_rollout
 from orchestrator.tasks import source_spec
 from orchestrator.workers.pool import RolloutReply, WorkerPool
 from tests.gateway.node_peer import PeerNode
@@ -43,6 +47,8 @@ pytestmark = [pytest.mark.process, pytest.mark.slow, pytest.mark.timeout(900)]
 
 CONTEXT = 65_536
 """The tiny model has 1,024 places; here it gets more, untrained ones. An agent's tools alone fill 50,000 characters."""
+SUMMARY_ASKED = "Tool calls will be rejected"
+"""Claude Code's words when it compacts."""
 EDIT = f"sed -i 's/{STUB}/    return sum(values)/' demo/numbers.py"
 MINI_ENV = {"LITELLM_LOCAL_MODEL_COST_MAP": "True", "MSWEA_MODEL_RETRY_STOP_AFTER_ATTEMPT": "1"}
 """litellm has its prices in the package, and a full context is no reason to ask ten times."""
@@ -120,8 +126,11 @@ async def play_scripted(
 
     def answer(request: Generate) -> Sampled:
         prompt = ints(request.prompt_ids).tolist()
-        works = "<tools>" in tokenizer.decode(prompt)
+        words = tokenizer.decode(prompt)
+        works = "<tools>" in words
         text = next(left, "Done.") if works else "A title"
+        if SUMMARY_ASKED in words[-200:]:
+            text = "<summary>Total is still to be written.</summary>"
         ids = tokenizer.encode(f"{text}<|im_end|>", add_special_tokens=False)
         turns.append((prompt, ids, works))
         return Sampled(
@@ -268,3 +277,47 @@ def test_the_end_of_a_program_that_does_otherwise_has_a_name(tmp_path: Path, mod
         assert re.search(end, failure.message if failure else str(reason), re.DOTALL), (name, ends)
     left = [path for path in Path("/proc").glob("[0-9]*/cmdline") if MARK.encode() in path.read_bytes()]
     assert not left
+
+
+# Rollouts of one program begin alike, in a group and across tasks: a node that has played one computes a small share of
+# the next one's first prompt, by the local engine's own rule. Claude Code puts its list of skills behind the task.
+@pytest.mark.parametrize("installed", ["claude_code", "codex", "opencode", "qwen_code"], indirect=True)
+def test_a_second_rollout_computes_little_of_its_first_prompt(tmp_path: Path, model: Path, installed: str) -> None:
+    tasks = [make_task(id=name, prompt=f"Implement total, as {name}.") for name in ("one", "two")]
+    _, turns = asyncio.run(play_scripted(installed, tmp_path, model, [], *tasks))
+    first, second = [np.array(prompt, np.int32) for prompt, _, works in turns if works]
+    computed = {}
+    for case, prompt in {"group": first, "task": second}.items():
+        cache = KvCache(slots=2, columns=CONTEXT)
+        cache.place(first, "one")
+        cache.computed[0], cache.running[0] = len(first), False
+        _, cached = cache.place(prompt, case) or (0, 0)
+        computed[case] = 1 - cached / len(prompt)
+    assert computed["group"] < 0.001 and computed["task"] < (0.2 if installed == "claude_code" else 0.1), computed
+
+
+# A task that needs three contexts is solved: Claude Code compacts whenever the one that it is told fills. Segments are
+# samples. Each sampled token is trained once, those of the summaries too, with the advantage of the whole rollout.
+@pytest.mark.parametrize("installed", ["claude_code"], indirect=True)
+def test_a_task_of_three_contexts_is_solved_and_trained(tmp_path: Path, model: Path, installed: str) -> None:
+    context, size = 32_768, 1000
+    looks = [f"seq -s ' ' {first} {first + size}" for first in range(1000, 1028)]
+    script = [call("Bash", command=word) for word in (*looks, EDIT)]
+    settings = {"args": ["--tools", "Bash", "--system-prompt", "Repair it."], "env": {"CLAUDE_CODE_SIMPLE": "1"}}
+    played, turns = asyncio.run(play_scripted(installed, tmp_path, model, script, context=context, **settings))
+    reply = played[0][0]
+    assert reply.failure is None and reply.reward == 1.0, reply
+    assert max(len(prompt) + len(ids) for prompt, ids, _ in turns) <= context
+    assert sum(turn.num_tokens or 0 for turn in reply.turns if turn.role == "tool") > 3 * context
+    ended = [
+        (finished_rollout(each, (), sibling=sibling, seed=0, samples=tokens), tokens)
+        for sibling, (each, tokens) in enumerate([*played, (msgspec.structs.replace(reply, reward=0.0), [])])
+    ]
+    config = configuration(installed, model, tmp_path / "tasks", context, settings)
+    plan = GroupPlan(group=0, source="code", task_index=0, seed=0, size=2)
+    group = score_group(plan, ended, config.orchestrator, config.channels)
+    masks = [flags(sample.loss_mask).astype(bool) for sample in group.samples]
+    trained = [ints(each.input_ids)[mask].tolist() for each, mask in zip(group.samples, masks, strict=True)]
+    assert len(group.samples) > 6
+    assert all((floats(each.advantages) == 0.5 * mask).all() for each, mask in zip(group.samples, masks, strict=True))
+    assert Counter(itertools.chain(*trained)) == Counter(itertools.chain(*(ids for _, ids, _ in turns)))
