@@ -396,7 +396,7 @@ class Placing:
         self.mean_context = 0.0
         """Tokens of a conversation after a turn; a running mean."""
         self.warm_tokens = self.prompt_tokens = 0
-        """Of all placements: prompt tokens that were cached there, and all."""
+        """Of all answers: prompt tokens that their nodes had cached, for whatever conversation, and all."""
         self._sessions: OrderedDict[str, WarmPrefix] = OrderedDict()
         """The one that had a turn last comes last."""
         self._sizes: Counter[str] = Counter()
@@ -472,8 +472,6 @@ class Placing:
     def note_placed(self, request: GatewayRequest, node: AttachedNode) -> Running:
         """Call it before the request is counted at `node`."""
         cold, size, now = self.cold(request, node), request.num_prompt, time.monotonic()
-        self.prompt_tokens += size
-        self.warm_tokens += size - cold
         warm = self._sessions.get(request.asked.session)
         if warm is None or warm.node_id != node.node_id:
             warm = WarmPrefix(node.node_id, 0, size, node.version, now)
@@ -481,10 +479,12 @@ class Placing:
         return Running(node, next(self._leases), now, load=len(node.leases) + 1, cold=cold)
 
     def note_answer(
-        self, request: GatewayRequest, running: Running, sampled: int, nodes: Iterable[AttachedNode]
+        self, request: GatewayRequest, running: Running, answer: Answer, nodes: Iterable[AttachedNode]
     ) -> None:
         """Take in an answer. Its node, one of `nodes`, no longer holds the request."""
-        node, session, now = running.node, request.asked.session, time.monotonic()
+        node, session, now, sampled = running.node, request.asked.session, time.monotonic(), len(answer)
+        self.prompt_tokens += request.num_prompt
+        self.warm_tokens += min(max(answer.prompt_cached, 0), request.num_prompt)
         load = (running.load + len(node.leases) + 1) / 2
         node.speed.note(max(now - running.placed, 1e-6), cold=running.cold, sampled=sampled, load=load)
         self.mean_sampled += _MEAN_OVER * (sampled - self.mean_sampled)

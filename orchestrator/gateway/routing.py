@@ -286,7 +286,7 @@ class Router:
         self.finish(request, request.kept.then(answer), cancel=False)
         node.record.note_answer(len(answer))
         node.speed.tokens += len(answer) - len(running.streamed)
-        self.placing.note_answer(request, running, len(answer), self.attached())
+        self.placing.note_answer(request, running, answer, self.attached())
         # Other nodes refused a request that can be answered. If all refuse, no node is at fault.
         for refuser in self.attached() if request.refused_by else ():
             if refuser.node_id in request.refused_by:

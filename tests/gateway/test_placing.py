@@ -173,14 +173,17 @@ async def test_what_is_over_takes_no_room(monkeypatch):
 
 
 async def test_a_prompt_is_warm_only_for_the_weights_that_read_it():
-    """A node that has swapped weights computes the prompt again, so the conversation is cold."""
-    fleet = Fleet(a={})
+    """A node that has swapped weights computes the prompt again. Metrics count what nodes had cached, of anyone's."""
+    fleet, cold = Fleet(a={}), []
     for version in (0, 0, 1):
         fleet.router.policy.newest = version
         fleet.router.update_status(fleet.node("a"), status(version=version))
         await fleet.ask(prompt=100, session="s")
-        fleet.answer("a", fleet.sent["a"][-1])
-    assert (fleet.router.placing.prompt_tokens, fleet.router.placing.warm_tokens) == (300, 99)
+        cold += [request.running.cold for request in fleet.node("a").leases.values()]
+        fleet.stream("a", fleet.sent["a"][-1], [2], version=version, finish_reason="stop", prompt_cached=30)
+        await fleet.calls[-1]
+    assert cold == [100, 1, 100]
+    assert (fleet.router.placing.prompt_tokens, fleet.router.placing.warm_tokens) == (300, 90)
 
 
 @given(
