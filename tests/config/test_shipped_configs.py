@@ -65,7 +65,7 @@ def test_a_file_with_a_base_states_only_what_differs(name):
     stated = [key for key in flat(own.values) if key in before and before[key] == after[key]]
     assert base and stated == []
     sections = {"run", "orchestrator", "trainer", "channels", "diloco"}
-    if name in ("qwen3-8b/code-a1.toml", "code/native.toml"):
+    if name in ("qwen3-8b/code-a1.toml", "code/native.toml", "code/native-sft.toml"):
         sections.add("model")  # Other tasks, and so a longer context.
     assert {key.split(".")[0] for key in flat(own.values)} <= sections
 
