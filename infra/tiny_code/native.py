@@ -77,7 +77,7 @@ def main() -> None:
         prog="python -m infra.tiny_code.native", description=(__doc__ or "").split("\n\n")[0]
     )
     parser.add_argument("folder", type=Path)
-    parser.add_argument("--functions", type=int, default=48, help="of the repository")
+    parser.add_argument("--functions", type=int, default=32, help="of the repository")
     parser.add_argument("--rows", type=int, default=768)
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
