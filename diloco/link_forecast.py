@@ -17,6 +17,7 @@ from composer_prime.plan.footprint import ModelShape, trained_parameters
 
 LINKS_MBIT = (1000.0, 100.0)
 ASSUMED_STEP_S = 60.0
+PEERS = 2
 FRAMING = 1.047
 """Bytes on the wire over bytes of a delta."""
 ENCODE_NS = {"fp32": 25.0, "bf16": 25.0, "int8": 18.0, "int4": 8.0}
@@ -32,16 +33,14 @@ _CODEC_BITS = {"fp32": 32.0, "bf16": 16.0, "int8": 7.46 + SCALE_BITS, "int4": 3.
 """Bits a parameter, of normally distributed deltas."""
 
 
-def exposed_s(
-    size: float, bits: float, cpu_ns: float, *, mbit: float, ranks: int = 1, peers: int = 2, hidden_s: float = 0.0
-) -> float:
+def exposed_s(size: float, bits: float, cpu_ns: float, *, mbit: float, ranks: int = 1, hidden_s: float = 0.0) -> float:
     """Return what a synchronization costs training.
 
     `size`: parameters of a fragment on all ranks. `bits`: of a delta on the wire.
     `cpu_ns`: to encode a parameter. `hidden_s`: compute time that overlaps with the transfer.
     """
-    busy_s = size / ranks * 1e-9 * (cpu_ns + peers * DECODE_NS + INSTALL_NS)
-    on_the_way_s = bits * peers**2 / (mbit * 1e6) + ROUND_S
+    busy_s = size / ranks * 1e-9 * (cpu_ns + PEERS * DECODE_NS + INSTALL_NS)
+    on_the_way_s = bits * PEERS**2 / (mbit * 1e6) + ROUND_S
     return busy_s + max(0.0, on_the_way_s - hidden_s)
 
 
@@ -56,19 +55,18 @@ def link_rows(config: Config) -> list[tuple[str, str]]:
     except ComposerError:  # the plan lists it as a problem
         return []
     steps, codec, ranks = diloco.interval, diloco.codec.type, config.trainer.ranks
-    peers = max(2, diloco.task_shard[1]) if diloco.task_shard else 2
     size = trained_parameters(config, ModelShape.read(resolve_model(config.model.path))) / diloco.fragments
     bits = size * _CODEC_BITS[codec] * FRAMING
     first = (
         f"{size / 1e6:,.1f} M parameters (one of {pluralize(diloco.fragments, 'fragment')}) every "
         f"{pluralize(steps, 'step')}, {codec}: about {_CODEC_BITS[codec]:.2g} bits each; "
-        f"{peers} peers, {ASSUMED_STEP_S:g} s a step (assumed)"
+        f"{PEERS} peers, {ASSUMED_STEP_S:g} s a step (assumed)"
     )
     rows = [("link", first)]
     limit = diloco.rate_limit_mbit
     for mbit in LINKS_MBIT if limit is None else (limit * ranks,):
         hidden_s = diloco.delay * ASSUMED_STEP_S
-        lost_s = exposed_s(size, bits, ENCODE_NS[codec], mbit=mbit, ranks=ranks, peers=peers, hidden_s=hidden_s)
+        lost_s = exposed_s(size, bits, ENCODE_NS[codec], mbit=mbit, ranks=ranks, hidden_s=hidden_s)
         interval_s = steps * ASSUMED_STEP_S
         utilization, a_day = interval_s / (interval_s + lost_s), bits / 8 * 86400 / (interval_s + lost_s)
         text = (

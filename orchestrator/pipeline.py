@@ -53,7 +53,7 @@ from orchestrator.hints.stage import build_hints
 from orchestrator.rollouts.rollout import Permits, RolloutRunner
 from orchestrator.rollouts.rollout_log import FailureLog
 from orchestrator.scheduler import BatchScheduler, Dispatcher
-from orchestrator.tasks import WHOLE, Sources, worker_pools
+from orchestrator.tasks import Sources, worker_pools
 from orchestrator.watchdog import RunWatchdog, describe_startup
 
 if TYPE_CHECKING:
@@ -174,7 +174,6 @@ class Pipeline:
             config.orchestrator,
             seed=config.run.seed,
             num_tasks={name: pool.num_tasks() for name, pool in run.pools.items()},
-            shard=(config.diloco and config.diloco.task_shard) or WHOLE,
         )
         opening = Journal.create if self.state is None else partial(Journal, min_seq=self.state.journal_seq)
         journal = await asyncio.to_thread(opening, run.run_dir.journal)

@@ -4,8 +4,6 @@ The source of group i depends on i and run.seed: point i of a golden-ratio seque
 
 Each source's curriculum chooses the task (`orchestrator.curriculum`), made as `Class(num_tasks=…, seed=…, **settings)`.
 After a crash the journal replays its calls in their order.
-
-In a joint run (diloco.task_shard) the curriculum knows only its cluster's part of the tasks, numbered from 0.
 """
 
 from __future__ import annotations
@@ -19,8 +17,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
-import msgspec
-
 from composer_prime.config import Config
 from composer_prime.config.orchestrator import OrchestratorConfig, SourceConfig
 from composer_prime.errors import ConfigError
@@ -33,9 +29,6 @@ logger = logging.getLogger(__name__)
 
 CURRICULA = {"shuffled": "orchestrator.tasks:Shuffled", "frontier": "orchestrator.tasks:Frontier"}
 """Curricula by short name."""
-WHOLE = (0, 1)
-"""The shard of all tasks."""
-_SHARD_KEY = "task_shard"
 _GOLDEN = 0.6180339887498949
 _WINDOW, _CANDIDATES, _EXPLORE = 4, 8, 0.05
 """Of the frontier: pass rates that count, tasks that are compared, and the share of draws that take any."""
@@ -44,10 +37,8 @@ _WINDOW, _CANDIDATES, _EXPLORE = 4, 8, 0.05
 class Sources:
     """The weighted sources of training tasks."""
 
-    def __init__(
-        self, config: OrchestratorConfig, *, seed: int, num_tasks: dict[str, int], shard: tuple[int, int] = WHOLE
-    ) -> None:
-        """`num_tasks`: by source. `shard`: diloco.task_shard. Raises ConfigError for a source without a task of it."""
+    def __init__(self, config: OrchestratorConfig, *, seed: int, num_tasks: dict[str, int]) -> None:
+        """`num_tasks`: by source. Raises ConfigError for a source without a training task."""
         self._seed = seed
         self._group_size = config.group_size
         trained = [source for source in config.source if source.weight > 0]
@@ -55,23 +46,17 @@ class Sources:
         total = sum(source.weight for source in trained)
         self._shares = list(itertools.accumulate(source.weight / total for source in trained))
         self._offset = derive_seed(seed, "source") / (1 << 31)
-        self._first, self._every = shard
         self.next_group = 0
         """Of the next new one."""
         self.again: list[GroupPlan] = []
         """That a crash cut short, to be dispatched again."""
         self.curricula: dict[str, Curriculum] = {}
-        """By source, of this shard's tasks."""
+        """By source."""
         for name in self._names:
-            available = num_tasks[name]
-            part = len(range(self._first, available, self._every))
-            if part == 0:
-                raise ConfigError(
-                    f"source {name!r} has {available} training task(s), so part {self._first} of {self._every} "
-                    f"(diloco.task_shard) has none: use task_shard = [i, n] with n <= {available}, or more tasks"
-                )
+            if num_tasks[name] == 0:
+                raise ConfigError(f"source {name!r} has 0 training tasks: change its taskset, or set weight = 0")
             curriculum_seed = derive_seed(seed, "curriculum", name)
-            self.curricula[name] = build_curriculum(config.curriculum, num_tasks=part, seed=curriculum_seed)
+            self.curricula[name] = build_curriculum(config.curriculum, num_tasks=num_tasks[name], seed=curriculum_seed)
 
     def source_of(self, group: int) -> str:
         point = (self._offset + group * _GOLDEN) % 1.0
@@ -91,31 +76,25 @@ class Sources:
         return GroupPlan(
             group=group,
             source=source,
-            task_index=self._first + self._every * self.curricula[source].next_task(),
+            task_index=self.curricula[source].next_task(),
             seed=derive_seed(self._seed, "group", group),
             size=self._group_size,
         )
 
     def observe(self, group: FinishedGroup) -> None:
-        index_in_part = (group.plan.task_index - self._first) // self._every
-        plan = msgspec.structs.replace(group.plan, task_index=index_in_part)
-        self.curricula[plan.source].observe(msgspec.structs.replace(group, plan=plan))
+        self.curricula[group.plan.source].observe(group)
 
     def state(self) -> dict[str, Any]:
-        """Return the curricula's states by source, each with its shard."""
-        shard = (self._first, self._every)
-        part = {} if shard == WHOLE else {_SHARD_KEY: list(shard)}
-        return {name: curriculum.state() | part for name, curriculum in self.curricula.items()}
+        """Return the curricula's states by source."""
+        return {name: curriculum.state() for name, curriculum in self.curricula.items()}
 
     def load_state(self, states: dict[str, Any]) -> None:
-        """Sources start over that the state lacks, and all after a change of task_shard."""
+        """Sources start over that the state lacks, or of which it has only a part's (the former diloco.task_shard)."""
         for name, state in states.items():
-            if name not in self.curricula:
-                continue
-            if tuple(state.get(_SHARD_KEY, WHOLE)) != (self._first, self._every):
-                logger.warning("source %s: diloco.task_shard has changed, so its tasks start over", name)
-                continue
-            self.curricula[name].load_state({key: value for key, value in state.items() if key != _SHARD_KEY})
+            if "task_shard" in state:
+                logger.warning("source %s: diloco.task_shard was removed, so its tasks start over", name)
+            elif name in self.curricula:
+                self.curricula[name].load_state(state)
 
 
 class Curriculum(Protocol):

@@ -183,7 +183,6 @@ def _trainer(cell: Cell, name: str, folder: Path, rendezvous: str) -> list[str]:
         values |= {
             "diloco.rendezvous": rendezvous, "diloco.run": "quality", "diloco.peer-id": name,
             "diloco.delay": cell.delay, "diloco.mixing": cell.mixing,
-            "diloco.task-shard": [int(name == "b"), 2],
             "diloco.key-file": folder / "joint.key", "diloco.sync-every": cell.every,
             "diloco.fragments": cell.fragments, "diloco.codec.type": cell.scheme,
         }  # fmt: skip

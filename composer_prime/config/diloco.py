@@ -46,8 +46,6 @@ class DilocoConfig(BaseConfig):
     """This cluster's name among the peers, in the same letters."""
     key_file: Path
     """The joint run's key, made by `diloco keygen FILE` and copied to every cluster."""
-    task_shard: tuple[int, int] | None = None
-    """[i, n]: play every n-th training task from the i-th (from 0). None: all, in the order of the seed."""
     sync_every: int = Field(default=8, ge=1)
     """H: inner steps between two synchronizations of the same parameter."""
     fragments: int = Field(default=1, ge=1)
@@ -76,16 +74,6 @@ class DilocoConfig(BaseConfig):
     def interval(self) -> int:
         """H / P: inner steps from one outer step to the next."""
         return self.sync_every // self.fragments
-
-    @field_validator("task_shard")
-    @classmethod
-    def _is_a_part(cls, shard: tuple[int, int] | None) -> tuple[int, int] | None:
-        if shard is not None and not 0 <= shard[0] < shard[1]:
-            raise ValueError(
-                f"diloco.task_shard is [{shard[0]}, {shard[1]}]; expected [i, n] with 0 <= i < n, for the i-th "
-                "of n clusters, counted from 0"
-            )
-        return shard
 
     @field_validator("rendezvous")
     @classmethod

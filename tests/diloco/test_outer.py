@@ -163,7 +163,6 @@ def test_a_state_is_checked_by_its_hash():
             "rendezvous is 'tcp://host:99999'; expected",
         ),
         ({"peer_id": "../b"}, "peer_id"),
-        ({"task_shard": [2, 2]}, r"task_shard is \[2, 2\]; expected \[i, n\] with 0 <= i < n"),
     ],
 )
 def test_wrong_settings(values, message):

@@ -105,49 +105,18 @@ def test_held_out_settings_are_merged_over_the_training_task_set():
     assert "eval" not in source_spec(config(1).source[0], whole, Path("m")).tasksets
 
 
-def drawn(found: Sources, count: int, start: int = 0) -> list[int]:
-    return [found.plan(number).task_index for number in range(start, start + count)]
-
-
-# The clusters of a joint run share an epoch: together they play every task once, whatever their seeds are.
-@given(tasks=st.integers(1, 40), clusters=st.integers(1, 5))
-def test_task_shards_are_a_partition(tasks, clusters):
-    sizes = [len(range(part, tasks, clusters)) for part in range(clusters)]
-    played = [
-        task
-        for part, size in enumerate(sizes)
-        if size
-        for task in drawn(sources(1, seed=part, tasks=tasks, shard=(part, clusters)), size)
-    ]
-    assert sorted(played) == list(range(tasks))
-
-
-# The frontier learns about its own part; a part without a task is refused with a remedy.
-def test_task_shard_of_any_curriculum():
-    adaptive = PartConfig(name="frontier")
-    found = Sources(config(1, curriculum=adaptive), seed=1, num_tasks={"s0": 4}, shard=(1, 2))
-    for task, rewards in ((1, (1.0, 1.0)), (3, (1.0, 0.0))):
-        made = plan(0, source="s0", task_index=task)
-        found.observe(msgspec.structs.replace(ready(0, 0, rewards=rewards), plan=made))
-    counts = Counter(drawn(found, 40))
-    assert counts.keys() <= {1, 3} and counts[3] > counts[1]  # task 1 is solved, task 3 is at the frontier
-    with pytest.raises(ConfigError, match=r"has 2 training task\(s\), so part 2 of 4 .* n <= 2"):
-        sources(1, tasks=2, shard=(2, 4))
-
-
-# A resumed cluster goes on in its part; with another part it begins that one anew.
-def test_task_shard_and_resume(caplog):
-    whole, first = drawn(sources(1, tasks=20, shard=(1, 2)), 8), sources(1, tasks=20, shard=(1, 2))
-    drawn(first, 3)
-    again, other = sources(1, tasks=20, shard=(1, 2)), sources(1, tasks=20, shard=(2, 3))
-    again.load_state(first.state())
-    assert drawn(again, 5, start=3) == whole[3:]
-    other.load_state(first.state())
-    assert drawn(other, 3) == drawn(sources(1, tasks=20, shard=(2, 3)), 3) and "start over" in caplog.text
+# A checkpoint of a release with diloco.task_shard counts a part's tasks: its sources start over.
+def test_the_state_of_a_part_of_the_tasks_is_left_out(caplog):
+    found = sources(1)
+    found.load_state({"s0": {"drawn": 3, "task_shard": [1, 2]}})
+    assert found.plan(0) == sources(1).plan(0)
+    assert "s0: diloco.task_shard was removed" in caplog.text
 
 
 def test_a_source_without_weight_is_only_evaluated():
     """It gets no group, wherever it stands; without held-out tasks, or with nothing to train, it is refused."""
+    with pytest.raises(ConfigError, match="'s0' has 0 training tasks"):
+        sources(1, tasks=0)
     held_out = {"name": "other", "weight": 0, "taskset": {"id": "x"}, "eval_taskset": {"split": "eval"}}
     trained = {"name": "s0", "taskset": {"id": "x"}}
     for tables in ([held_out, trained], [trained, held_out]):
