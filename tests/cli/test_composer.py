@@ -268,12 +268,6 @@ def test_every_console_script_prints_its_version(module):
     assert (done.returncode, done.stdout) == (0, f"composer-prime {version('composer-prime')}\n")
 
 
-def test_every_listed_command_has_its_module():
-    # The help lists only commands that work.
-    for module, _ in main.COMMANDS.values():
-        assert callable(importlib.import_module(module).main)
-
-
 # Every flag of every help has its meaning beside it or below it.
 @pytest.mark.parametrize("name", [*main.COMMANDS, "ladder run", *(f"tasks {each}" for each in ("make", "import"))])
 def test_every_option_is_explained(name, capsys):
@@ -294,11 +288,3 @@ def test_an_interrupted_command_says_so(capsys):
 
     assert console_main(interrupted) == INTERRUPTED == 130
     assert capsys.readouterr().err == "\ninterrupted\n"
-
-
-# Nothing heavy loads before a command waits for Ctrl-C.
-@pytest.mark.process
-def test_packages_load_within_the_command():
-    loaded = "import sys, trainer.main, composer_prime.cli.main; print([m for m in sys.modules if m == 'pydantic'])"
-    done = subprocess.run([sys.executable, "-c", loaded], capture_output=True, text=True, cwd=ROOT, timeout=120)
-    assert done.stdout == "[]\n"

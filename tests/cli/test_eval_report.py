@@ -1,5 +1,7 @@
-"""`composer eval`: two models, pass@k, folders, and environments without a run."""
+"""`composer eval`: two models, pass@k, folders, environments without a run, and the whole command."""
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -51,3 +53,19 @@ def test_environment_without_a_run(tmp_path):
     assert source.eval_taskset == {"id": "orchestrator.environments.toolsmith", "split": "eval"}
     with pytest.raises(ConfigError, match="--env needs an environment"):
         eval_command._with_environment(["--env"], ["tiny"], tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_eval_of_two_models_prints_intervals_and_their_difference(tmp_path):
+    # The same folder under two names meets the same tasks with the same seeds: intervals for both, and a paired change.
+    twin = ROOT / "composer_prime/assets/tiny/policy"
+    words = ["tiny", str(twin), "@", "configs/a0.toml", "--run.output_dir", str(tmp_path)]
+    words += ["--orchestrator.eval.tasks", "8", "--orchestrator.eval.samples", "2", "--orchestrator.eval.pass_k", "1"]
+    done = subprocess.run(
+        [sys.executable, "-m", "composer_prime.cli.main", "eval", *words],
+        cwd=ROOT, capture_output=True, text=True, timeout=560,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "mean reward [95 %]" in done.stdout and "solved by" in done.stdout
+    assert len(list((tmp_path / "evals").iterdir())) == 2

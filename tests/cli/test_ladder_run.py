@@ -24,22 +24,8 @@ SMALL = [
 
 # Options of the ladder and words for every run may stand in any order; layers and flags are the runs'.
 def test_words_for_every_run_are_told_apart() -> None:
-    options, common = parse(
-        [
-            "a1.toml",
-            "@",
-            "x.toml",
-            "--run.seed",
-            "4",
-            "-o",
-            "out",
-            "--run.overwrite",
-            "--seeds",
-            "2",
-            "a2.toml",
-            "@y.toml",
-        ]
-    )
+    words = "a1.toml @ x.toml --run.seed 4 -o out --run.overwrite --seeds 2 a2.toml @y.toml"
+    options, common = parse(words.split())
     assert [str(file) for file in options.config] == ["a1.toml", "a2.toml"] and options.seeds == 2
     assert common == ["@", "x.toml", "--run.seed", "4", "--run.overwrite", "@y.toml"]
 

@@ -109,8 +109,6 @@ def test_a_ladder_that_differs_is_refused(tmp_path: Path) -> None:
         register(tmp_path, ladder(2))
     with pytest.raises(ConfigError, match=r"arms.a2.settings.channels.sdpo.weight: registered 0.5, now 0.75"):
         register(tmp_path, ladder(arms=other_arms))
-    with pytest.raises(ConfigError, match=r"minimal_effect: registered 0.05, now 0.01"):
-        register(tmp_path, ladder(minimal_effect=0.01))
     path = tmp_path / "preregistration.json"
     path.write_text("{")
     with pytest.raises(ConfigError, match="cannot be read"):

@@ -51,24 +51,19 @@ async def test_a_streamed_answer_is_the_whole_answer_in_pieces(endpoint):
         assert len({chunk.id for chunk in chunks}) == 1
 
 
-async def test_a_streamed_answer_has_its_tool_calls(endpoint):
-    url, key = endpoint
-    async with openai.AsyncOpenAI(base_url=url, api_key=key, max_retries=0) as client:
-        ask = {"model": "policy", "messages": TALK, "tools": [TOOL], "temperature": 0.0, "max_tokens": 80}
-        whole = (await client.chat.completions.create(**ask)).choices[0]
-        chunks = [chunk.choices[0] async for chunk in await client.chat.completions.create(**ask, stream=True)]
-        calls = [call.function for choice in chunks for call in choice.delta.tool_calls or []]
-        assert calls == [call.function for call in whole.message.tool_calls or []]
-        assert chunks[-1].finish_reason == whole.finish_reason
-
-
 async def test_agents_dialects_say_what_chat_completions_say(endpoint):
-    # Messages and Responses through their own clients, whole and streamed: the greedy answer of chat completions.
+    # Messages and Responses through their own clients, whole and streamed: the greedy answer of chat completions. Its
+    # calls are streamed as well.
     url, key = endpoint
     function, few = TOOL["function"], {"temperature": 0.0}
     async with openai.AsyncOpenAI(base_url=url, api_key=key, max_retries=0) as client:
         ask = {"model": "policy", "messages": TALK, "tools": [TOOL], "max_tokens": 80, **few}
-        expected = (await client.chat.completions.create(**ask)).choices[0].message
+        answer = (await client.chat.completions.create(**ask)).choices[0]
+        chunks = [chunk.choices[0] async for chunk in await client.chat.completions.create(**ask, stream=True)]
+        streamed = [call.function for choice in chunks for call in choice.delta.tool_calls or []]
+        expected = answer.message
+        assert streamed == [call.function for call in expected.tool_calls or []]
+        assert chunks[-1].finish_reason == answer.finish_reason
         calls = [(call.function.name, json.loads(call.function.arguments)) for call in expected.tool_calls or []]
         flat = {"type": "function", **function}
         ask = {"model": "policy", "input": TALK, "tools": [flat], "max_output_tokens": 80, **few}

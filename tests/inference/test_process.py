@@ -45,25 +45,6 @@ def run_dir(tmp_path, folder, keys):
     return run_dir
 
 
-@pytest.mark.process
-def test_help_and_dry_run_load_no_torch(run_dir):
-    # --help and --dry-run use light modules only.
-    commands = [["--help"], ["join", "--help"], ["--run-dir", str(run_dir.root), "--dry-run"]]
-    code = f"""
-import sys
-from inference.main import main
-for words in {commands!r}:
-    sys.argv = ["inference", *words]
-    try:
-        status = main()
-    except SystemExit as end:
-        status = end.code
-    assert not status, (words, status)
-assert not {{"torch", "transformers", "vllm"}} & set(sys.modules)
-"""
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=60, stdout=subprocess.DEVNULL)
-
-
 @pytest.mark.parametrize(
     ("words", "said"),
     [

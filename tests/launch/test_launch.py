@@ -14,6 +14,7 @@ from typing import Any, cast
 import psutil
 import pytest
 from stand import CONFIG
+from waiting import wait_until
 
 from composer_prime.config.load import resolve
 from composer_prime.config.teachers import MODELS_VARIABLE
@@ -73,15 +74,9 @@ class Stand:
                 continue
         return found
 
-    def wait_for(self, condition, timeout_s: float = 200) -> None:
-        deadline = time.monotonic() + timeout_s
-        while not condition():
-            assert time.monotonic() < deadline, "the stand did not get there in time"
-            time.sleep(0.05)
-
     def wait_for_roles(self, count: int) -> None:
         """Until `count` steady roles say that they are set up."""
-        self.wait_for(lambda: len(list(self.run_dir.glob("ready-*"))) >= count)
+        wait_until(lambda: len(list(self.run_dir.glob("ready-*"))) >= count)
 
 
 @pytest.fixture
@@ -360,7 +355,7 @@ def test_killed_launcher_leaves_no_process(stand):
     run.wait_for_roles(3)
     run.process.kill()
     run.process.wait()
-    run.wait_for(lambda: run.members() == [])
+    wait_until(lambda: run.members() == [])
 
 
 def test_second_launcher_in_the_same_directory_is_refused(stand, tmp_path):

@@ -50,14 +50,7 @@ def test_repetitions_are_counted(log, tmp_path):
     assert len((tmp_path / "events.jsonl").read_text().splitlines()) == 5
 
 
-# Information about each step is an event of its own, however many there are.
-def test_informations_differ_by_their_numbers(log, tmp_path):
-    for step in (10, 20, 30):
-        log.info("checkpoint of step %d is saved", step, extra=event("checkpoint"))
-    assert len(events(tmp_path)) == 3
-
-
-# However many informations there were, new warnings are told apart.
+# Information about each step is an event of its own. However many there were, new warnings are told apart.
 def test_informations_do_not_use_up_the_warnings(log, tmp_path):
     for step in range(400):
         log.info("checkpoint of step %d is saved", step, extra=event("checkpoint"))

@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 
 from composer_prime.errors import ConfigError
-from composer_prime.monitor.metrics_file import MetricsFile, read_history
+from composer_prime.monitor.metrics_file import MetricsFile
 from composer_prime.view.catalog import distinguishing, find_runs, flatten, read_settings
 from composer_prime.view.run_payload import verdict
-from composer_prime.view.workspace import Workspace, list_figures
-from tests.view.run_made import log_step, make_run
+from composer_prime.view.workspace import Workspace
+from tests.view.run_made import make_run
 
 
 # Runs, evaluations below evals/ and the clusters of a joint run are found by their place; other folders are not.
@@ -82,7 +82,7 @@ def test_the_list_tells_states_apart(tmp_path):
     rows = {row["id"]: row for row in Workspace([tmp_path]).run_list()["runs"]}
     states = {run_id: row["state"] for run_id, row in rows.items()}
     assert states == {"done": "finished", "failed": "failed", "running": "running", "joined": "finished"}
-    assert rows["done"]["held_out"][-1]["mean"] == 7 / 8
+    assert rows["done"]["held_out"][-1]["mean"] == 7 / 8 and len(rows["done"]["spark"]) == rows["done"]["step"] == 12
     assert rows["done"]["reward"] == pytest.approx(0.35)
     assert rows["failed"]["differs"] == {} and rows["done"]["differs"] == {"run.max_steps": 12}
 
@@ -93,30 +93,6 @@ def test_differences_name_what_is_unlike_most_runs():
     other = {"trainer": {"lr": 2}, "source": [{"name": "s"}], "run": {"name": "y"}, "lora": {"rank": 8}}
     settings = {name: flatten(each) for name, each in (("a", base), ("b", base), ("c", other))}
     assert distinguishing(settings) == {"a": {}, "b": {}, "c": {"trainer.lr": 2, "lora.rank": 8}}
-
-
-# New steps count, a resume takes steps back, a replaced file is another one, and a torn line waits for its end.
-def test_metrics_are_followed_through_resume_and_replacement(tmp_path):
-    path = tmp_path / "metrics.jsonl"
-    trainer = MetricsFile(path, "trainer")
-
-    def check(steps: list[int]) -> None:
-        figures = list_figures(read_history(path))
-        assert figures["step"] == max(steps) and len(figures["spark"]) == len(steps)
-
-    for step in (1, 2, 3):
-        log_step(trainer, step)
-    check([1, 2, 3])
-    MetricsFile(path, "launcher").log(2, {"event": "resume"})
-    log_step(trainer, 3)
-    log_step(trainer, 4)
-    check([1, 2, 3, 4])
-    path.unlink()
-    log_step(trainer, 1)
-    check([1])
-    with path.open("ab") as file:
-        file.write(b'{"step": 2, "loss/total": 1')  # torn
-    check([1])
 
 
 # The verdict claims what the paired interval says, and no trend of few steps.

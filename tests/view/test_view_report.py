@@ -31,6 +31,7 @@ def test_a_report_is_one_file(tmp_path):
     assert data["run"]["verdict"]["text"].startswith("held-out +0.625 [")
     assert data["run"]["verdict"]["text"].endswith("it learned (0.250 after step 0, 0.875 after step 12)")
     assert [each["why"] for each in data["chosen"]] == ["best", "typical", "worst"]
+    assert [data["chosen"][at]["rollout"]["reward"] for at in (0, 2)] == [1.0, 0.0]
     assert data["chosen"][0]["rollout"]["turns"][0]["text"] == HOSTILE
     assert data["evaluation"]["fixed_count"] == 5 and data["run"]["costs"]["hint_usd"] == 0.25
     assert str(tmp_path) not in page
@@ -49,11 +50,8 @@ def test_a_reports_policy_names_its_script(tmp_path):
 # Modules are joined into one script, so no two may give their top-level names twice.
 def test_modules_can_be_joined():
     names = re.findall(r"^(?:async )?(?:const|let|function) (\w+)", joined_script("report.js"), re.MULTILINE)
-    names += [
-        part
-        for group in re.findall(r"^const \[([^\]]*)\] =", joined_script("report.js"), re.M)
-        for part in group.split(", ")
-    ]
+    for group in re.findall(r"^const \[([^\]]*)\] =", joined_script("report.js"), re.M):
+        names += group.split(", ")
     assert len(names) == len(set(names)) > 40
     for path in ASSETS.glob("*.js"):
         for line in path.read_text().splitlines():

@@ -6,7 +6,6 @@ import msgspec
 import pytest
 
 from composer_prime.errors import ConfigError
-from composer_prime.view.report_html import chosen_rollouts
 from composer_prime.view.rollout_index import RolloutIndex
 from composer_prime.view.rollout_payload import evaluation_difference, one_rollout, read_evaluations, rollout_list
 from composer_prime.view.workspace import Workspace
@@ -101,12 +100,6 @@ def test_flipped_tasks(run_dir, index):
     assert found["change"].count == 7
     with pytest.raises(ConfigError, match="there is no evaluation of step 8; there are 0, 3"):
         evaluation_difference(read_evaluations(index), 8, None)
-
-
-# Best, typical and worst are three rollouts of the last evaluation, chosen by reward.
-def test_chosen_rollouts(index):
-    chosen = {each["why"]: each["rollout"]["reward"] for each in chosen_rollouts(index)}
-    assert chosen["best"] == 1.0 and chosen["worst"] == 0.0 and len(chosen) == 3
 
 
 # Odd values in a line never cost the other lines.

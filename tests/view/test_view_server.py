@@ -81,8 +81,11 @@ def test_no_way_out_of_the_runs(server, path):
     assert status == 404 and b"root:" not in body and b"def " not in body
 
 
-# Every answer forbids inline scripts, framing and other origins; text of a run leaves as JSON only.
+# Every answer forbids inline scripts, framing and other origins; text of a run leaves as JSON only. A question about
+# an answer alone gets its headers.
 def test_headers(server):
+    status, headers, nothing = request(server, "/", method="HEAD")
+    assert (status, nothing) == (200, b"") and int(headers["Content-Length"]) > 100
     for path in ("/", "/main.js", "/api/run?run=a1", "/api/rollout?run=a1&kind=step&step=1&id=g000002-0", "/nope"):
         _, headers, body = request(server, path)
         policy = headers["Content-Security-Policy"]
@@ -99,12 +102,6 @@ def test_the_page_is_whole():
     for path in ASSETS.iterdir():
         text = path.read_text().replace("http://www.w3.org/2000/svg", "")
         assert "http:" not in text and "https:" not in text and "innerHTML" not in text and "eval(" not in text
-
-
-# A question about an answer alone gets its headers.
-def test_head(server):
-    status, headers, nothing = request(server, "/", method="HEAD")
-    assert (status, nothing) == (200, b"") and int(headers["Content-Length"]) > 100
 
 
 # The page is live: what a run appends is in the next answer.
