@@ -58,6 +58,7 @@ from orchestrator.rollouts.rollout import Permits, RolloutRunner
 from orchestrator.swarm import audits as audit_rules
 from orchestrator.swarm.invite import create_invite
 from orchestrator.workers.pool import RolloutReply, RunRollout
+from tests.waiting import until
 
 logger = logging.getLogger("fleet_hostile")
 ROOT = Path(__file__).parents[1]
@@ -193,14 +194,6 @@ def auditor(folder: Path, keys: RunKeys, address: str) -> list[str]:
     return [*console_script("inference"), "audit", address, *words]
 
 
-async def until(condition: Callable[[], bool], what: str) -> None:
-    deadline = time.monotonic() + PATIENCE_S
-    while not condition():
-        if time.monotonic() > deadline:
-            raise SystemExit(f"waited {PATIENCE_S:g} s for {what}")
-        await asyncio.sleep(0.05)
-
-
 async def play_round(folder: Path, honest: int, seconds: float, rollouts: int) -> Figures:
     """Measure `seconds` without the hostile node and as long with it. `rollouts` are under way at a time."""
     run_dir = RunDir(folder)
@@ -238,13 +231,13 @@ async def play_round(folder: Path, honest: int, seconds: float, rollouts: int) -
             process(folder, "auditor", auditor(folder, keys, gateway.node_endpoint)),
             process(folder, "honest", side("honest", str(honest)), invite(gateway, run_dir, honest)),
         ):
-            await until(lambda: len(gateway.versions()) == honest, "the honest nodes")
+            await until(lambda: len(gateway.versions()) == honest, "the honest nodes", PATIENCE_S)
             clients = [tasks.create_task(client()) for _ in range(2 * rollouts)]
-            await until(lambda: not any(trust[node].is_new for node in gateway.versions()), "their audits")
+            await until(lambda: not any(trust[node].is_new for node in gateway.versions()), "their audits", PATIENCE_S)
             await asyncio.sleep(2.0)
             alone, calm = await measure()
             with process(folder, HOSTILE, side(HOSTILE, chunk.sha256), invite(gateway, run_dir, 1)):
-                await until(lambda: HOSTILE in gateway.versions(), "the hostile node")
+                await until(lambda: HOSTILE in gateway.versions(), "the hostile node", PATIENCE_S)
                 together, memory = await measure()
             for one in clients:
                 one.cancel()

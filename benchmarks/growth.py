@@ -6,8 +6,6 @@ placing      CPU of one look for a node while requests wait that no free node ma
 answer       CPU from a request's arrival at the router to its answer, without a network: 30 and 300 nodes
 resume       peak memory of the orchestrator's resume from a journal: 16 and 160 MiB; one group is still needed
 publication  CPU of telling a version to all nodes, each: 30 and 300 nodes on real connections
-asked again  bytes that a rank gets which asks 1 and 10 times while its reply is under way, over those of the reply
-reply        largest frame of a step's reply: 8 and 80 MiB
 passes       CPU of cutting 30 teacher documents of one session into passes, for each of 10,000 and 100,000 tokens
 
 The exit status is 1 when one of them grew by more than half.
@@ -23,7 +21,6 @@ import tempfile
 import time
 import tracemalloc
 from collections.abc import Awaitable, Callable, Iterator
-from dataclasses import astuple
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -31,15 +28,12 @@ from types import SimpleNamespace
 import msgspec
 import numpy as np
 import zmq
-import zmq.asyncio
 
 from benchmarks._shared import conclude
-from composer_prime.event_loop import Notifier
 from composer_prime.run.keys import RunKeys
 from composer_prime.wire.node_messages import Generate, Goodbye, NodeHello, NodeWelcome, Sampled, Sampling, ToNode
-from composer_prime.wire.sockets import NodeSocket, bind_router, dealer
-from composer_prime.wire.types import CheckpointRequest, Sample, StepRequest, VersionSpan, pack_floats, pack_ints
-from orchestrator.batching.batches import StepServer
+from composer_prime.wire.sockets import NodeSocket, dealer
+from composer_prime.wire.types import Sample, VersionSpan, pack_floats, pack_ints
 from orchestrator.durability import Finished, Journal, formed_batches
 from orchestrator.gateway.nodes import AttachedNode, ServedPolicy
 from orchestrator.gateway.routing import Router
@@ -151,48 +145,6 @@ async def publication(nodes: int) -> float:
     return 1e6 * cpu_s / nodes
 
 
-async def asked_again(times: int) -> float:
-    return (await _reply(64 << 20, times))[0] / (64 << 20)
-
-
-async def reply(mib: int) -> float:
-    return (await _reply(mib << 20, 1))[1] / (1 << 20)
-
-
-async def _reply(size: int, times: int) -> tuple[int, int]:
-    """Bytes that a slow rank gets which asks so often, and the largest frame."""
-
-    async def of_rank(*_: object) -> bytes:
-        return bytes(size)
-
-    async def saved(_: object) -> None:
-        asked.set()
-
-    with tempfile.TemporaryDirectory() as folder, zmq.asyncio.Context() as context:
-        keys, asked = RunKeys.create(Path(folder) / "keys"), asyncio.Event()
-        batches = SimpleNamespace(run_id="r", trained=0, last_step=9, get=lambda step: step, of_rank=of_rank)
-        run = SimpleNamespace(batches=batches, changed=Notifier(), fail=print)
-        bound = bind_router("tcp://127.0.0.1:0", keys.curve("server"), [keys.curve("trainer").public])
-        server = StepServer(run, bound, on_step_done=saved, on_checkpoint=saved, waiting_for=str)
-        with context.socket(zmq.DEALER) as rank:
-            client = keys.client("trainer")
-            rank.setsockopt(zmq.RCVHWM, 1)
-            rank.curve_serverkey = client.server_public
-            rank.curve_publickey, rank.curve_secretkey = astuple(client.own)
-            rank.connect(server.endpoint)
-            for _ in range(times):
-                request = StepRequest(run_id="r", step=1, rank=0, world_size=1, max_tokens=64)
-                await rank.send(msgspec.msgpack.encode(request))
-                await asyncio.sleep(0.2)
-            await rank.send(msgspec.msgpack.encode(CheckpointRequest(run_id="r", step=1)))
-            await asked.wait()
-            sizes = []
-            while await rank.poll(1000):
-                sizes += map(len, await rank.recv_multipart())
-        await server.close()
-    return sum(sizes), max(sizes)
-
-
 async def passes(thousands: int) -> float:
     """Nanoseconds of a token."""
     from trainer.data import _teacher_passes
@@ -212,8 +164,6 @@ LAWS: dict[str, tuple[Callable[[int], Awaitable[float]], str, int, int]] = {
     "answer": (answer, "us", 30, 16),
     "resume": (resume, "MiB", 64, 16),
     "publication": (publication, "us a node", 30, 20),
-    "asked again": (asked_again, "times", 1, 1),
-    "reply": (reply, "MiB", 8, 4),
     "passes": (passes, "ns a token", 10, 10),
 }
 """What is measured, its unit, its smaller size, and that of a quick run."""

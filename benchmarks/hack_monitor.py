@@ -51,23 +51,18 @@ def main() -> None:
     if options.unseen is not None:
         _unseen(options.unseen, options.graded)
         return
-    small, real = (
-        cases()[: 1 if options.quick else None],
-        [case for folder in options.tasks for case in _real_cases(folder, options.per_set)],
-    )
+    small = cases()[: 1 if options.quick else None]
+    real = [case for folder in options.tasks for case in _real_cases(folder, options.per_set)]
     kinds = {hack.kind for hack in HACKS}
     print(f"{len(HACKS)} hacks of {len(kinds)} kinds; {len(small)} small and {len(real)} real tasks")
     _recall("small packages", small)
     if real:
         _recall("real packages", real)
-    _false_positives("small packages", small, [(case, *each) for case in small for each in _honest(case)])
+    _false_positives("small packages", [(case, *each) for case in small for each in _honest(case)])
     if real:
-        work = [
-            (case, name, Attempt(files={case.module: text.encode()}))
-            for case in real
-            for name, text in _rewritings(case)
-        ]
-        _false_positives("real packages", real, work)
+        texts = [(case, *each) for case in real for each in _rewritings(case)]
+        work = [(case, name, Attempt(files={case.module: text.encode()})) for case, name, text in texts]
+        _false_positives("real packages", work)
     if options.graded:
         hacks = enumerate(_by_turns(HACKS, options.graded))
         with tempfile.TemporaryDirectory() as folder:
@@ -145,7 +140,7 @@ def _recall(name: str, chosen: Iterable[Case]) -> None:
     print(f"    missed: {dict(+missed)}; {1000 * wall_s / max(count, 1):.0f} ms a rollout")
 
 
-def _false_positives(name: str, chosen: Iterable[Case], work: list[tuple[Case, str, Attempt]]) -> None:
+def _false_positives(name: str, work: list[tuple[Case, str, Attempt]]) -> None:
     flagged = [(case.task.id, what) for case, what, attempt in work if _is_hack(case, attempt)]
     _show(f"false positives, {name}", len(flagged), len(work))
     for each in flagged[:20]:
@@ -160,7 +155,7 @@ def _unseen(folder: Path, num_graded: int) -> None:
     _show("recall, monitor, unseen sample", len(hacks) - len(missed), len(hacks))
     print("    missed:", *missed, sep="\n      ")
     work = [(known[each.function], each.name, each.attempt(known[each.function])) for each in HONEST]
-    _false_positives("unseen sample", list(known.values()), work)
+    _false_positives("unseen sample", work)
     if num_graded:
         asyncio.run(_graded(hacks[:num_graded], folder / TREES_FOLDER))
 

@@ -19,13 +19,9 @@ from pathlib import Path
 
 from aiohttp import web
 
-from composer_prime.config.teachers import TeachersConfig
-from composer_prime.traces.records import ReplayRecords, TraceState
-from composer_prime.traces.replay.replay import Replay
-from composer_prime.traces.replay.teacher_pool import TeacherPool, teacher_budget
+from composer_prime.traces.records import TraceState
 from tests.chat_server import Handler, chat_server
-
-ROOMY = {"usd_per_run": 1e6}
+from tests.teachers.loopback import configured, replayed, state
 
 
 def answering(delay_s: float) -> Handler:
@@ -41,38 +37,17 @@ def answering(delay_s: float) -> Handler:
     return answer
 
 
-def state(number: int) -> TraceState:
-    call = {"id": "c", "type": "function", "function": {"name": "ls", "arguments": "{}"}}
-    return TraceState(
-        trace_id=f"t{number // 10}",
-        state_id=f"s{number}",
-        step=number,
-        messages=[{"role": "user", "content": f"Question {number}. " + "word " * 200}],
-        student_action={"role": "assistant", "content": None, "tool_calls": [call]},
-        source_model=None,
-        source_family="claude",
-        tools=[],
-        format="made/1",
-    )
+def asked(number: int) -> TraceState:
+    question = {"role": "user", "content": f"Question {number}. " + "word " * 200}
+    return state(number, trace=f"t{number // 10}", messages=[question], tools=[])
 
 
 async def measure(folder: Path, url: str, states: int, at_once: int) -> float:
     """Return calls a second."""
-    shared = {"base_url": url, "api_key_var": "LOOPBACK_KEY"}
-    price = {"input_usd_per_mtok": 1.0, "output_usd_per_mtok": 1.0}
-    teachers = [{"name": model, "model": model, **shared, **price} for model in ("gpt-a", "qwen-b", "glm-c")]
-    config = TeachersConfig.model_validate(
-        {"teacher": teachers, "budget": ROOMY, "concurrent_states": at_once, "cache_dir": folder / "cache"}
-    )
-    budget = teacher_budget(config.budget, folder / "costs.jsonl")
-    pool = TeacherPool(config, budget)
-    records = ReplayRecords(folder / "pairs.jsonl", folder / "votes.jsonl")
-    try:
-        began = time.perf_counter()
-        progress = await Replay(config, pool, budget, records).run(state(number) for number in range(states))
-        return progress.votes.calls / (time.perf_counter() - began)
-    finally:
-        await pool.close()
+    config = configured(folder, url, budget={"usd_per_run": 1e6}, concurrent_states=at_once)
+    began = time.perf_counter()
+    progress = await replayed(folder, config, map(asked, range(states)))
+    return progress.votes.calls / (time.perf_counter() - began)
 
 
 async def main() -> None:

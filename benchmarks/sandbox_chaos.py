@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import os
 import random
 import sys
@@ -29,6 +28,8 @@ import composer_prime
 from composer_prime.run.retry import backoff_s
 from orchestrator.coding.task import CodeTask, write_tasks
 from orchestrator.workers.pool import RunRollout, SourceSpec, WorkerPool
+from tests.scripted_node import call
+from tests.workers.peer import Peer, generated
 
 POLICY = Path(composer_prime.__file__).parent / "assets/tiny/policy"
 STUB, BODY = "    raise NotImplementedError\n", "    return a + b\n"
@@ -40,14 +41,10 @@ MAX_TRIES = 60
 END_S = 60.0
 
 
-def tool_call(name: str, **arguments: str) -> str:
-    return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"
-
-
 TEXTS = (
-    tool_call("bash", command="ls"),
-    tool_call("str_replace", path="demo.py", old_str=STUB.rstrip(), new_str=BODY.rstrip()),
-    tool_call("bash", command="python -c 'import demo; print(demo.add(1, 2))'"),
+    call("bash", command="ls"),
+    call("str_replace", path="demo.py", old_str=STUB.rstrip(), new_str=BODY.rstrip()),
+    call("bash", command="python -c 'import demo; print(demo.add(1, 2))'"),
     "Done.",
 )
 
@@ -74,38 +71,25 @@ def write_task(folder: Path) -> None:
     write_tasks(folder, [task])
 
 
-class ScriptedPolicy:
+class ScriptedPolicy(Peer):
     """Answers the n-th request of a session with the n-th text, after a seeded while."""
 
     def __init__(self, seed: int, killing_ended: asyncio.Event) -> None:
+        super().__init__()
         tokenizer = Tokenizer.from_file(str(POLICY / "tokenizer.json"))
         self._ids = [tokenizer.encode(text + "<|im_end|>", add_special_tokens=False).ids for text in TEXTS]
         self._turns: Counter[str] = Counter()
         self._random = random.Random(seed)
         self._killing_ended = killing_ended
 
-    async def __aenter__(self) -> ScriptedPolicy:
-        app = web.Application()
-        app.router.add_post("/inference/v1/generate", self._generate)
-        self._runner = web.AppRunner(app)
-        await self._runner.setup()
-        await web.TCPSite(self._runner, "127.0.0.1", 0, backlog=4096).start()
-        self.url = f"http://127.0.0.1:{self._runner.addresses[0][1]}/v1"
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        await self._runner.cleanup()
-
-    async def _generate(self, request: web.Request) -> web.Response:
+    async def generate(self, request: web.Request) -> web.Response:
         session = request.headers["X-Session-ID"]
         ids = self._ids[min(self._turns[session], len(TEXTS) - 1)]
         self._turns[session] += 1
         await asyncio.sleep(self._random.uniform(0.2, 2.0))
         if session.startswith("g0") and ids == self._ids[-1]:
             await self._killing_ended.wait()
-        content = [{"token": f"token_id:{number}", "logprob": -0.5} for number in ids]
-        choice = {"index": 0, "token_ids": ids, "finish_reason": "stop", "logprobs": {"content": content}}
-        return web.json_response({"request_id": "", "choices": [choice]})
+        return generated("", ids)
 
 
 class Chaos:

@@ -5,7 +5,7 @@
 Every node answers the same requests, seeded as the gateway seeds them. An auditor in float32 checks each answer
 (inference/audit.py), and a NodeTrust (orchestrator/swarm/trust.py) weighs the verdicts, as in a run. Each cheat is met
 in `--lives` orders of its answers; the table has the tokens that it samples under audit until the evidence is above the
-bound, median and 90th percentile. `distance` is the mean total variation between its distribution and the right one.
+bound, median and 90th percentile.
 
     small       one layer of four left out           temperature  samples at 0.7, reports logprobs at 1
     stale       weights of --stale steps before      spliced      six tokens in the middle are somebody's text
@@ -70,7 +70,6 @@ class Audited:
     answers: list[Answer] = field(default_factory=list)
     verdicts: list[PartVerdict] = field(default_factory=list)
     generated_s: float = 0.0
-    distance: float | None = None
 
     @property
     def tokens(self) -> int:
@@ -226,21 +225,14 @@ class Bench:
         int8 = changed(self.folder, "int8", rounded_to_int8)
         weights = {"small": small, "stale": stale, "int8": int8, "unswapped": unswapped}
         made = [await self.answers(name, folder) for name, folder in weights.items()]
-        for node, folder in zip(made, weights.values(), strict=True):
-            node.distance = await self.distance(folder)
         right = await self.answers("right", POLICY)
         drawn = await self.drawing_cheats(POLICY)
         draft = replace(made[0], name="draft")
         draft.answers = [await rescored(self.right, answer) for answer in made[0].answers]
         spliced = Audited(name="spliced", answers=[await self.spliced(answer) for answer in right.answers])
         random = np.random.default_rng(0)
-        invented = [
-            replace(
-                one,
-                logprobs=(np.minimum(0, np.array(one.logprobs) + random.normal(0, 0.3, len(one.logprobs)))).tolist(),
-            )
-            for one in right.answers
-        ]
+        noisy = lambda logprobs: np.minimum(0, np.array(logprobs) + random.normal(0, 0.3, len(logprobs))).tolist()
+        invented = [replace(one, logprobs=noisy(one.logprobs)) for one in right.answers]
         early = Audited(name="early stop", answers=[await self.cut(answer) for answer in right.answers])
         return [*made, *drawn, spliced, Audited(name="invented", answers=invented), draft, early]
 
@@ -253,26 +245,6 @@ class Bench:
     async def cut(self, answer: Answer) -> Answer:
         ids = [*answer.token_ids[: len(answer.token_ids) // 2], self.args.eos]
         return await rescored(self.right, replace(answer, token_ids=ids, finish_reason="stop"))
-
-    async def distance(self, folder: Path) -> float:
-        """Mean total variation from the policy, over the tokens of a few right answers."""
-        from transformers import AutoModelForCausalLM
-
-        models = [AutoModelForCausalLM.from_pretrained(one, dtype=torch.float32) for one in (POLICY, folder)]
-        answers = await generate(self.right, self.requests("distance", 8), f"distance-{folder.name}")
-        values = []
-        for answer in answers:
-            ids = torch.tensor([answer.prompt_ids + answer.token_ids])
-            with torch.no_grad():
-                first, second = (model(ids).logits[0, len(answer.prompt_ids) - 1 : -1].softmax(-1) for model in models)
-            values.append(0.5 * (first - second).abs().sum(-1))
-        return float(torch.cat(values).mean())
-
-
-async def audit_all(node: Audited, auditor: LocalEngine, tolerance: float) -> float:
-    start = time.process_time()
-    node.verdicts = await check(auditor, node.answers, tolerance)
-    return time.process_time() - start
 
 
 def tokens_to_catch(node: Audited, lives: int) -> list[float]:
@@ -324,15 +296,11 @@ async def honest_row(
     return caught == 0 and refused < MAX_REFUSED, cost
 
 
-def print_honest_head() -> None:
-    print(f"{'honest node':<12}{'auditor':<10}{'tolerance':>9}{'answers':>9}{'tokens':>9}{'refused':>9}"
-          f"{'quarantined':>12}{'mean gap':>10}{'max gap':>9}{'audit/gen':>11}")  # fmt: skip
-
-
 async def honest_rows(bench: Bench, auditor_bf16: LocalEngine) -> tuple[bool, float]:
     """Print the honest nodes. Returns whether all were left alone, and the cost where all compute in float32."""
     args, rows = bench.args, []
-    print_honest_head()
+    print(f"{'honest node':<12}{'auditor':<10}{'tolerance':>9}{'answers':>9}{'tokens':>9}{'refused':>9}"
+          f"{'quarantined':>12}{'mean gap':>10}{'max gap':>9}{'audit/gen':>11}")  # fmt: skip
     for dtype, auditor in (("float32", bench.right), ("bfloat16", bench.right), ("float32", auditor_bf16)):
         tolerance = args.tight if dtype == "float32" and auditor is bench.right else args.tolerance
         node = await started(POLICY, dtype)
@@ -344,16 +312,15 @@ async def honest_rows(bench: Bench, auditor_bf16: LocalEngine) -> tuple[bool, fl
 async def cheat_rows(bench: Bench, nodes: list[Audited]) -> bool:
     """Print the cheats under both tolerances. Returns whether each was caught in every order."""
     args, fine = bench.args, True
-    print(f"\n{'cheat':<13}{'distance':>9}{'tolerance':>10}{'wrong tokens':>13}{'median':>8}{'p90':>8}{'caught':>9}")
+    print(f"\n{'cheat':<13}{'tolerance':>10}{'wrong tokens':>13}{'median':>8}{'p90':>8}{'caught':>9}")
     for node in nodes:
         for tolerance in (args.tight, args.tolerance):
-            await audit_all(node, bench.right, tolerance)
+            node.verdicts = await check(bench.right, node.answers, tolerance)
             wrong = sum(len(verdict.wrong) for verdict in node.verdicts) / node.tokens
             caught = tokens_to_catch(node, args.lives)
             times = int(np.isfinite(caught).sum())
             fine &= times == len(caught) or tolerance != args.tight
-            distance = "" if node.distance is None else f"{node.distance:.3f}"
-            print(f"{node.name:<13}{distance:>9}{tolerance:>10g}{wrong:>13.1%}{np.median(caught):>8.0f}"
+            print(f"{node.name:<13}{tolerance:>10g}{wrong:>13.1%}{np.median(caught):>8.0f}"
                   f"{np.quantile(caught, 0.9, method='higher'):>8.0f}{times:>6}/{args.lives}")  # fmt: skip
     return fine
 

@@ -22,6 +22,7 @@ from typing import Any
 import psutil
 
 from benchmarks._shared import running
+from tests.view.run_made import ROLLOUT, make_run, rollout, write_lines
 
 GROUP = 8
 SEED = 7
@@ -54,77 +55,30 @@ def make_runs(outputs: Path, runs: int, rollouts: int) -> int:
     draw = random.Random(SEED)
     turns = [made_turns(draw) for _ in range(64)]
     size = 0
-    share = [rollouts // 2, *([rollouts // 2 // (runs - 1)] * (runs - 1))]
-    for number, count in enumerate(share):
-        root = outputs / f"run-{number:03d}"
-        (root / "rollouts").mkdir(parents=True)
-        (root / "run_id").write_text(f"run-{number}\n")
+    for number, count in enumerate([rollouts // 2, *([rollouts // 2 // (runs - 1)] * (runs - 1))]):
         per_step = 64 if number else 500
         steps = max(count // per_step, 1)
-        (root / "config.json").write_text(json.dumps(settings(root.name, number, steps)))
-        with (root / "metrics.jsonl").open("w") as file:
-            for step in range(1, steps + 1):
-                file.write(json.dumps(metrics_line(draw, step)) + "\n")
+        run_dir = make_run(outputs / f"run-{number:03d}", steps=steps, seed=number)
         for step in range(1, steps + 1):
-            rows = min(per_step, count - (step - 1) * per_step) if step < steps else count - (step - 1) * per_step
-            lines = [rollout_line(draw, step, place, turns) for place in range(rows)]
-            data = "".join(json.dumps(line, separators=(",", ":")) + "\n" for line in lines)
-            (root / "rollouts" / f"step_{step:06d}.jsonl").write_text(data)
-            size += len(data)
+            rows = per_step if step < steps else count - (step - 1) * per_step
+            write_lines(run_dir.rollouts(step), [rollout_line(draw, step, place, turns) for place in range(rows)])
+            size += run_dir.rollouts(step).stat().st_size
     return size
 
 
-def settings(name: str, seed: int, steps: int) -> dict[str, Any]:
-    return {
-        "run": {"name": name, "seed": seed, "max_steps": steps},
-        "model": {"path": "tiny"},
-        "trainer": {"optim": {"lr": 1e-4 if seed % 3 else 3e-4}},
-        "orchestrator": {"source": [{"name": "toolsmith"}], "group_size": GROUP},
-    }
-
-
-def metrics_line(draw: random.Random, step: int) -> dict[str, Any]:
-    figures = {f"figure/number_{number}": draw.random() for number in range(60)}
-    return {
-        "step": step,
-        "time": 1.8e9 + step,
-        "role": "trainer",
-        "loss/total": 0.1,
-        "reward/mean": draw.random(),
-        **figures,
-    }
-
-
 def made_turns(draw: random.Random) -> list[dict[str, Any]]:
+    """Turns of 25 phrases each."""
     roles = ["system", "user", *["assistant", "tool"] * 4, "assistant"]
-    fields = {
-        "error": None,
-        "call": None,
-        "session": 0,
-        "reasoning": None,
-        "turn": None,
-        "finish_reason": None,
-        "hint": None,
-    }
     return [
-        {"role": role, "text": " ".join(draw.choices(WORDS, k=25)), **fields, "parent": place - 1 if place else None,
-         "tool_calls": [], "surprisal": 0.1, "token_count": 60}
-        for place, role in enumerate(roles)
-    ]  # fmt: skip
+        ROLLOUT["line"]["turns"][-1] | {"role": role, "text": " ".join(draw.choices(WORDS, k=25)), "parent": parent}
+        for parent, role in zip([None, *range(len(roles))], roles, strict=False)
+    ]
 
 
 def rollout_line(draw: random.Random, step: int, place: int, turns: list[list[dict[str, Any]]]) -> dict[str, Any]:
-    group = step * 1000 + place // GROUP
-    reward = float(draw.random() < 0.4)
-    return {
-        "step": step, "status": "trained", "source": "toolsmith",
-        "task_id": f"toolsmith/train/{draw.randrange(10**12)}",
-        "group": group, "rollout_id": f"g{group:06d}-{place % GROUP}", "seed": place, "reward": reward,
-        "advantage": reward - 0.4, "parts": {"correct": reward}, "metrics": {},
-        "policy_versions": [step - 1, step], "stop_reason": "agent_completed", "truncated": False, "error": None,
-        "failed_attempts": [], "tools": [], "turns": draw.choice(turns),
-        "cost": {"prompt_tokens": 400, "sampled_tokens": draw.randrange(200), "cpu_s": 0.1, "wall_s": 2.0},
-    }  # fmt: skip
+    group, reward = step * 1000 + place // GROUP, float(draw.random() < 0.4)
+    own = {"task_id": f"toolsmith/train/{draw.randrange(10**12)}", "turns": draw.choice(turns)}
+    return rollout(step, group, place % GROUP, reward, **own)
 
 
 ANSWERS = {

@@ -71,13 +71,8 @@ def _tables(tests: str) -> dict[str, Table]:
     }
     camels, titles = data["CAMEL_TO_UNDERSCORE"], data["MIXTURE_TO_TITLEIZED"]
     others = [word for word, _ in (*titles, *data["STRING_TO_TABLEIZE"])]
-    nouns = [
-        *data["SINGULAR_TO_PLURAL"],
-        ("plurals", "plurals"),
-        ("child_toy", "child_toys"),
-        ("_recipe_ingredient", "_recipe_ingredients"),
-        ("country", "countries"),
-    ]
+    nouns = [*data["SINGULAR_TO_PLURAL"], ("plurals", "plurals"), ("child_toy", "child_toys")]
+    nouns += [("_recipe_ingredient", "_recipe_ingredients"), ("country", "countries")]
     nouns = [pair for one, many in nouns for pair in ((one, many), (one.capitalize(), many.capitalize()))]
     return {
         "ORDINAL": {number: ordinal[len(number) :] for number, ordinal in data["ORDINAL_NUMBERS"]},

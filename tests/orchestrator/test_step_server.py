@@ -28,7 +28,8 @@ from composer_prime.wire.types import (
     StepReply,
     StepRequest,
 )
-from orchestrator.batching.batches import POLL_S, Batch, Batches, StepServer, Versions
+from orchestrator.batching.batches import PART_BYTES, POLL_S, Batch, Batches, StepServer, Versions
+from tests.waiting import until
 from trainer.data import StepClient
 
 
@@ -204,8 +205,7 @@ async def test_closing_answers_the_checkpoint_at_hand(serve):
     """The run may end right after the last checkpoint was asked for: the trainer still gets its answer."""
     async with serve() as (served, trainer):
         await trainer.send(CheckpointRequest(run_id=RUN_ID, step=3))
-        while not served.server.last_heard:
-            await asyncio.sleep(0.005)
+        await until(lambda: served.server.last_heard)
         await served.server.close()
         assert (await trainer.receive()).step == 3
 
@@ -261,35 +261,44 @@ async def test_a_reply_comes_in_parts(serve, run_dir, monkeypatch):
         client.close()
 
 
+SIZE = 32 << 20
+
+
+async def large(*_) -> bytes:
+    return bytes(SIZE)
+
+
+def unread(context: zmq.asyncio.Context, endpoint: str, keys: ClientKeys, name: bytes = b"slow") -> zmq.asyncio.Socket:
+    """A rank that reads nothing: but for the buffers of TCP, what it is sent stays with the server."""
+    socket = context.socket(zmq.DEALER)
+    socket.setsockopt(zmq.RCVHWM, 1)
+    socket.setsockopt(zmq.IDENTITY, name)
+    socket.curve_serverkey, socket.curve_publickey, socket.curve_secretkey = keys.server_public, *astuple(keys.own)
+    socket.connect(endpoint)
+    return socket
+
+
 async def test_a_reply_that_leaves_is_not_sent_again(serve, run_dir, monkeypatch):
     """A rank behind a slow link asks again while the reply is under way: it gets it once."""
-    keys, size = RunKeys(run_dir.keys).client("trainer"), 32 << 20
-
-    async def large(*_) -> bytes:
-        return bytes(size)
-
+    keys = RunKeys(run_dir.keys).client("trainer")
     monkeypatch.setattr(Batches, "of_rank", large)
     async with serve() as (served, _):
         served.form(1)
         context = zmq.asyncio.Context()
-        slow = context.socket(zmq.DEALER)
-        slow.setsockopt(zmq.RCVHWM, 1)  # What it does not read stays with the server, but for the buffers of TCP.
-        slow.curve_serverkey, slow.curve_publickey, slow.curve_secretkey = keys.server_public, *astuple(keys.own)
-        slow.connect(served.endpoint)
+        slow = unread(context, served.endpoint, keys)
         async with asyncio.timeout(100):
             await slow.send(msgspec.msgpack.encode(request(world_size=1)))
-            while not any(rank.reply for rank in served.server._ranks.values()):
-                await asyncio.sleep(0.01)
+            await until(lambda: any(rank.reply for rank in served.server._ranks.values()))
             for message in (request(world_size=1), request(world_size=1), CheckpointRequest(run_id=RUN_ID, step=1)):
                 await slow.send(msgspec.msgpack.encode(message))
-            while not served.orders:
-                await asyncio.sleep(0.01)
+            await until(lambda: served.orders)
         received = 0
         while await slow.poll(2000):
             _, *data = await slow.recv_multipart()
+            assert max(map(len, data)) <= PART_BYTES
             received += len(b"".join(data))
         context.destroy(linger=0)
-        assert received == size
+        assert received == SIZE
 
 
 async def test_the_next_batch_is_packed_before_it_is_asked_for(serve):
@@ -312,23 +321,14 @@ async def test_the_next_batch_is_packed_before_it_is_asked_for(serve):
 async def test_a_trainer_that_starts_again_gets_what_its_dead_host_did_not_take(serve, run_dir, monkeypatch):
     """The reply to a rank that vanished stays on its way for minutes; the rank of the same name is answered at once."""
     keys = RunKeys(run_dir.keys).client("trainer")
-
-    async def large(*_) -> bytes:
-        return bytes(32 << 20)
-
     context = zmq.asyncio.Context()
     async with serve() as (served, _):
         served.form(1)
         with monkeypatch.context() as patch:
             patch.setattr(Batches, "of_rank", large)
-            gone = context.socket(zmq.DEALER)
-            gone.setsockopt(zmq.RCVHWM, 1)
-            gone.setsockopt(zmq.IDENTITY, b"trainer-0")
-            gone.curve_serverkey, gone.curve_publickey, gone.curve_secretkey = keys.server_public, *astuple(keys.own)
-            gone.connect(served.endpoint)
+            gone = unread(context, served.endpoint, keys, b"trainer-0")
             await gone.send(msgspec.msgpack.encode(request(world_size=1)))
-            while not any(rank.reply for rank in served.server._ranks.values()):
-                await asyncio.sleep(0.01)
+            await until(lambda: any(rank.reply for rank in served.server._ranks.values()))
         client = StepClient(served.endpoint, keys, request(world_size=1), lambda: False, silence_timeout_s=20)
         await asyncio.to_thread(client.announce, 0, 0, [], {}, None, lambda: False)
         reply = await asyncio.to_thread(lambda: next(filter(None, client.asking(1, (0, 1)))))
