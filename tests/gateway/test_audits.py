@@ -14,8 +14,8 @@ from composer_prime.config.inference import InferenceConfig, LocalEngineConfig
 from composer_prime.wire.node_messages import Answer, AuditVerdict, Sampling, ToAuditor, ToNode
 from inference.audit import Auditor
 from inference.engines.local.local_engine import Computer, LocalEngine
-from inference.node import GatewayLink, InferenceNode
-from inference.receiver import Receiver
+from inference.node import InferenceNode
+from tests.inference.live_node import live_node
 from tests.waiting import until
 
 CONTEXT = 512
@@ -42,36 +42,23 @@ class DyingComputer(Computer):
         raise RuntimeError("CUDA error: an illegal memory access was encountered")
 
 
-@asynccontextmanager
-async def process(role: type[InferenceNode], engine: Any, name: str, endpoint: str, keys, messages: Any):
-    """A node or an auditor, as inference/main.py builds it. Gives its task."""
-    await engine.start()
-    link = GatewayLink(lambda: endpoint, keys, 10.0, messages)
-    receiver = Receiver(engine, link, MODEL, 0.05)
-    serving = role(name, engine, link, receiver, SETTINGS, max_context=CONTEXT)
-    task = asyncio.ensure_future(serving.run())
-    try:
-        yield task
-        assert not task.done(), task.exception()
-    finally:
-        task.cancel()
-        await asyncio.gather(task, return_exceptions=True)
-        await engine.close()
-        await asyncio.to_thread(link.close)
-        receiver.close()
+def joined(gateway, name: str, engine: Any, keys, role: type[InferenceNode] = InferenceNode):
+    """A node or an auditor of the gateway."""
+    link = {"messages": ToAuditor if role is Auditor else ToNode}
+    address = lambda: gateway.node_endpoint
+    client = keys.client("trainer" if role is Auditor else "node")
+    return live_node(name, engine, MODEL, SETTINGS, address, client, role=role, link=link, max_context=CONTEXT)
 
 
 @asynccontextmanager
 async def fleet(gateway, keys, **engines: type[LocalEngine]) -> AsyncIterator[None]:
     """An auditor, and a node for each of `engines`, attached."""
-    auditor, address = LocalEngine(MODEL, SETTINGS, CONTEXT), gateway.node_endpoint
     async with AsyncExitStack() as stack:
-        auditing = process(Auditor, auditor, "auditor", address, keys.client("trainer"), ToAuditor)
-        await stack.enter_async_context(auditing)
-        for name, make in engines.items():
-            engine = make(MODEL, SETTINGS, CONTEXT)
-            node = process(InferenceNode, engine, name, gateway.node_endpoint, keys.client("node"), ToNode)
-            await stack.enter_async_context(node)
+        for name, make in {"auditor": LocalEngine, **engines}.items():
+            role = InferenceNode if name in engines else Auditor
+            one = joined(gateway, name, make(MODEL, SETTINGS, CONTEXT), keys, role)
+            _, ended = await stack.enter_async_context(one)
+            stack.callback(lambda ended=ended: ended.done() and ended.result())
         await until(lambda: len(gateway.versions()) == len(engines), "the nodes")
         yield
 
@@ -112,35 +99,18 @@ async def test_an_auditor_whose_engine_died_ends(open_gateway, keys):
     """Its process ends with the reason. What it held is not audited, and the next auditor clears the next rollout."""
     async with (
         open_gateway(inference=PATIENT, orchestrator={"audit": AUDITED}) as gateway,
-        process(InferenceNode, LocalEngine(MODEL, SETTINGS, CONTEXT), "n", gateway.node_endpoint, keys.client("node"),
-                ToNode),
-    ):  # fmt: skip
+        joined(gateway, "n", LocalEngine(MODEL, SETTINGS, CONTEXT), keys),
+    ):
         await until(lambda: len(gateway.versions()) == 1, "the node")
         playing = asyncio.ensure_future(play(gateway, "r1", [5, 6, 7]))
-        link = gateway.node_endpoint, keys.client("trainer"), ToAuditor
         dying = LocalEngine(MODEL, SETTINGS, CONTEXT, computer=DyingComputer)
-        with pytest.raises(AssertionError, match="illegal memory access"):
-            async with process(Auditor, dying, "dying", *link) as serving:
-                await until(lambda: gateway.audits.metrics()["audit/auditors"], "the auditor")
-                await until(lambda: not gateway.audits.metrics()["audit/auditors"] and serving.done(), "its end")
+        async with joined(gateway, "dying", dying, keys, Auditor) as (_, ended):
+            await until(lambda: gateway.audits.metrics()["audit/auditors"], "the auditor")
+            await until(lambda: not gateway.audits.metrics()["audit/auditors"] and ended.done(), "its end")
+            assert "illegal memory access" in str(ended.exception())
         assert "auditor dying" in ((await playing)[1] or "")
-        async with process(Auditor, LocalEngine(MODEL, SETTINGS, CONTEXT), "healthy", *link):
+        async with joined(gateway, "healthy", LocalEngine(MODEL, SETTINGS, CONTEXT), keys, Auditor):
             assert await play(gateway, "r2", [5, 6, 7]) == ("n", None)
-
-
-async def test_without_an_auditor_new_nodes_answers_are_refused_after_the_deadline(
-    open_gateway, node_keys, monkeypatch
-):
-    """The message names the wait, the node and how many auditors are there."""
-    monkeypatch.setattr("orchestrator.swarm.audits.TIMEOUT_S", 0.2)
-    async with (
-        open_gateway(inference=PATIENT, orchestrator={"audit": AUDITED}) as gateway,
-        PeerNode(gateway.node_endpoint, node_keys, "n0", engine="local"),
-    ):
-        _, objection = await play(gateway, "r1", [5, 6])
-    assert objection is not None
-    assert "waited 0.2 s" in objection and "n0" in objection
-    assert "0 auditors are connected (inference audit)" in objection
 
 
 async def test_the_key_alone_says_who_judges(open_gateway, keys, node_keys):

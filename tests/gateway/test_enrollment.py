@@ -33,6 +33,7 @@ from composer_prime.wire.node_messages import (
 )
 from composer_prime.wire.sockets import dealer
 from inference.joining import join_config, join_parser
+from tests.waiting import until
 
 
 @pytest.fixture
@@ -154,9 +155,7 @@ async def test_an_invite_opens_nothing_but_the_enrollment(open_gateway, invite, 
         stranger = joined(gateway, invite.keys)
         assert await stranger.is_silent(ChunkRequest(sha256=ref.sha256, offset=0))
         assert await stranger.is_silent(hello("box"))
-        async with asyncio.timeout(100):
-            while gateway.link.conduct.garbage < 2:
-                await asyncio.sleep(0.02)
+        await until(lambda: gateway.link.conduct.garbage == 2)
         assert await stranger.is_silent(hello("box"), 0.1) and not gateway.router.nodes
 
 

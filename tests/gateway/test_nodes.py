@@ -27,6 +27,7 @@ from composer_prime.wire.node_messages import (
 )
 from composer_prime.wire.sockets import dealer
 from orchestrator.gateway import Gateway
+from tests.waiting import until
 
 
 def signed_manifest(keys: RunKeys, version: int, chunks=(), run_id: str = "run-1") -> bytes:
@@ -37,9 +38,7 @@ def signed_manifest(keys: RunKeys, version: int, chunks=(), run_id: str = "run-1
 
 
 async def until_served(gateway: Gateway) -> None:
-    async with asyncio.timeout(60):
-        while not gateway.router.serving():
-            await asyncio.sleep(0.01)
+    await until(lambda: gateway.router.serving())
 
 
 async def test_a_vanished_nodes_request_goes_to_another_with_a_new_lease(open_gateway, node_keys):

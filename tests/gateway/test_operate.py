@@ -23,6 +23,7 @@ from inference.engines.base import build_engine
 from orchestrator.gateway import Gateway
 from orchestrator.swarm import node_commands as commands
 from orchestrator.swarm.node_commands import live_rows
+from tests.inference.live_node import live_node
 from tests.waiting import until
 
 WAIT_S = 150.0
@@ -51,31 +52,13 @@ async def command(*words: str) -> int:
     return await asyncio.to_thread(getattr(commands, words[0]), list(words[1:]))
 
 
-@asynccontextmanager
-async def local_node(name: str, address: str, keys: ClientKeys):
-    """A node with the local engine, as `inference join` makes it; yields the future of its end."""
-    from inference.node import GatewayLink, InferenceNode
-    from inference.receiver import Receiver
-
+def local_node(name: str, address: str, keys: ClientKeys):
+    """A node with the local engine, as `inference join` makes it."""
     config = InferenceConfig(
         device="cpu", usd_per_hour=2.5, heartbeat_s=0.5, lost_after_s=100.0, connect_timeout_s=100.0
     )
-    engine = build_engine(config, MODEL, 512)
-    await engine.start()
-    link = GatewayLink(lambda: address, keys)
-    receiver = Receiver(engine, link, MODEL, 0.05)
-    node = InferenceNode(
-        name, engine, link, receiver, config, max_context=512, device=ComputeDevice(name="cpu", count=1)
-    )
-    ended = asyncio.ensure_future(node.run())
-    try:
-        yield ended
-    finally:
-        ended.cancel()
-        await asyncio.gather(ended, return_exceptions=True)
-        await engine.close()
-        await asyncio.to_thread(link.close)
-        receiver.close()
+    more = {"max_context": 512, "device": ComputeDevice(name="cpu", count=1)}
+    return live_node(name, build_engine(config, MODEL, 512), MODEL, config, lambda: address, keys, **more)
 
 
 # Two nodes with real engines serve. One is banned, and its requests are answered by the other. It cannot come back, not
@@ -86,7 +69,7 @@ def test_ban_real_nodes(tmp_path, capsys):
         async with live_run(tmp_path) as (gateway, run_dir):
             keys, address = RunKeys(run_dir.keys), gateway.node_endpoint
             keys.registry.admit(own.own.public, "b")
-            async with local_node("a", address, keys.client("node")), local_node("b", address, own) as b:
+            async with local_node("a", address, keys.client("node")), local_node("b", address, own) as (_, b):
                 await until(lambda: len(gateway.router.serving()) == 2, "two nodes serve")
                 body = generate_body(5, 6, 7, max_tokens=200, ignore_eos=True)
                 calls = [asyncio.create_task(post(gateway.http_url, body)) for _ in range(4)]

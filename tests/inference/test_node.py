@@ -12,7 +12,6 @@ import torch
 
 from composer_prime.config.inference import InferenceConfig
 from composer_prime.errors import DeadlineError, EngineError, LostWeightsError, RunMismatchError, WireError
-from composer_prime.run.keys import RunKeys
 from composer_prime.run.weights import Canary
 from composer_prime.wire.node_messages import (
     CancelGenerate,
@@ -25,10 +24,9 @@ from composer_prime.wire.node_messages import (
 )
 from composer_prime.wire.types import floats, ints
 from inference.engines.local.local_engine import Computer, LocalEngine
-from inference.node import GatewayLink, InferenceNode
-from inference.receiver import Receiver
 from tests.engines.models import MAX_CONTEXT
 from tests.inference.gateway_peer import GatewayPeer
+from tests.inference.live_node import live_node
 from tests.inference.publisher import CANARY
 
 PROMPT = [5, 6, 7, 8, 9, 10]
@@ -41,27 +39,18 @@ def serving(folder, config, keys, publisher):
 
     @asynccontextmanager
     async def serving(
-        node_keys: RunKeys = keys,
         manifest: bytes = b"",
         config: InferenceConfig = config,
         computer: type[Computer] = Computer,
     ):
         gateway = GatewayPeer(keys, publisher.store)
         gateway.manifest = manifest
-        engine = LocalEngine(folder, config, MAX_CONTEXT, computer)
-        await engine.start()
-        link = GatewayLink(lambda: gateway.endpoint, node_keys.client("node"), 1.0)
-        receiver = Receiver(engine, link, folder, 1e-3)
-        node = InferenceNode("node-a", engine, link, receiver, config)
-        ended = asyncio.ensure_future(node.run())
+        engine, client = LocalEngine(folder, config, MAX_CONTEXT, computer), keys.client("node")
+        link = {"chunk_timeout_s": 1.0}
         try:
-            yield gateway, node, ended
+            async with live_node("node-a", engine, folder, config, lambda: gateway.endpoint, client, link=link) as made:
+                yield gateway, *made
         finally:
-            ended.cancel()
-            await asyncio.gather(ended, return_exceptions=True)
-            await engine.close()
-            await asyncio.to_thread(link.close)
-            receiver.close()
             await gateway.close()
 
     return serving
@@ -227,15 +216,12 @@ async def test_a_node_without_weights_ends(serving, publisher):
 
 async def test_garbage_is_dropped(serving, caplog):
     # Bytes that are no message are logged and change nothing.
-    async def scenario():
-        async with serving() as (gateway, _, _):
-            await gateway.until(lambda: gateway.node, "a node")
-            for frames in ([b""], [b"\xc1" * 50], [b"\x81\xa4type\xa5other"], [b"a", b"b"], [b"\x91" * 100_000]):
-                gateway.send_raw(*frames)
-            gateway.generate("fine", PROMPT)
-            return await gateway.next()
-
-    assert isinstance(await scenario(), Sampled)
+    async with serving() as (gateway, _, _):
+        await gateway.until(lambda: gateway.node, "a node")
+        for frames in ([b""], [b"\xc1" * 50], [b"\x81\xa4type\xa5other"], [b"a", b"b"], [b"\x91" * 100_000]):
+            gateway.send_raw(*frames)
+        gateway.generate("fine", PROMPT)
+        assert isinstance(await gateway.next(), Sampled)
     assert caplog.text.count("bytes that are no message of the gateway") == 5
 
 
@@ -272,27 +258,21 @@ async def test_hello_is_said_again_when_asked(serving):
 
 async def test_a_node_without_gateway_gives_up(serving, config):
     # After connect_timeout_s of silence the node ends with an error that says what it waited for.
-    async def scenario():
-        async with serving(config=config.model_copy(update=IMPATIENT)) as (gateway, _, ended):
-            await gateway.until(lambda: gateway.statuses, "a heartbeat")
-            gateway.silent = True
+    async with serving(config=config.model_copy(update=IMPATIENT)) as (gateway, _, ended):
+        await gateway.until(lambda: gateway.statuses, "a heartbeat")
+        gateway.silent = True
+        with pytest.raises(DeadlineError, match=r"gateway at tcp://127.0.0.1"):
             await asyncio.wait_for(ended, 100)
-
-    with pytest.raises(DeadlineError, match=r"gateway at tcp://127.0.0.1"):
-        await scenario()
 
 
 @pytest.mark.parametrize("may_return", [False, True])
 async def test_a_rejected_node_ends(serving, may_return):
     # Dismissed ends the node with the gateway's reason; the error says whether another start may help.
-    async def scenario():
-        async with serving() as (gateway, _, ended):
-            await gateway.until(lambda: gateway.node, "a node")
-            gateway.send(Dismissed(reason="give nodes own names", may_return=may_return))
+    async with serving() as (gateway, _, ended):
+        await gateway.until(lambda: gateway.node, "a node")
+        gateway.send(Dismissed(reason="give nodes own names", may_return=may_return))
+        with pytest.raises(WireError, match="own names") as caught:
             await asyncio.wait_for(ended, 100)
-
-    with pytest.raises(WireError, match="own names") as caught:
-        await scenario()
     assert isinstance(caught.value, RunMismatchError) is not may_return
 
 

@@ -4,23 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-import time
 
 import msgspec
 import pytest
 import safetensors.torch
 import torch
-import zmq
-from zmq.utils import z85
 
 from composer_prime.errors import CorruptWeightsError, DeadlineError, WireError
 from composer_prime.run.weights import ChunkRef, ModelFile, ModelFiles, sign
-from composer_prime.wire.enrollment import Invite, release
-from composer_prime.wire.node_messages import PROTOCOL, Enrolled
+from composer_prime.wire.node_messages import Enrolled
 from inference import pulling
 from inference.enrolling import NodeState
 from inference.pulling import pull_files, pull_model
 from inference.receiver import ChunkSource, FolderSource
+from tests.gateway.gateway_made import invite_for
 
 PIECE = 60_000
 
@@ -53,18 +50,14 @@ def small_files(folder):
 
 
 @pytest.fixture
+def source(publisher, small_files):
+    """A link that has all of the run's chunks and small files."""
+    return CutSource(publisher.store, {ref_of(data).sha256: data for data in small_files.values()})
+
+
+@pytest.fixture
 def invite(keys):
-    pair = zmq.curve_keypair()
-    return Invite(
-        addresses=["192.0.2.1:5500"],
-        server=z85.decode(keys.curve("server").public),
-        secret=z85.decode(pair[1]),
-        verify_key=keys.verifier().public_bytes_raw(),
-        run_id="run-1",
-        release=release(),
-        protocol=PROTOCOL,
-        expires=int(time.time()) + 1000,
-    )
+    return invite_for(keys)
 
 
 @pytest.fixture
@@ -88,12 +81,11 @@ def ref_of(data: bytes) -> ChunkRef:
     return ChunkRef(hashlib.sha256(data).hexdigest(), len(data))
 
 
-def test_a_killed_pull_goes_on_where_it_was_cut(publisher, invite, enrolled, small_files, tmp_path, monkeypatch):
+def test_a_killed_pull_goes_on(publisher, invite, enrolled, source, small_files, tmp_path, monkeypatch):
     """Each start pulls what the ones before lacked; only a chunk in flight comes twice. The folder is the version's."""
     monkeypatch.setattr("inference.receiver._CHUNKS_AT_ONCE", 1)
     signed, manifest = publisher.publish(3), publisher.manifest(3)
     state = NodeState(tmp_path / "state", invite)
-    source = CutSource(publisher.store, {ref_of(data).sha256: data for data in small_files.values()})
     cuts, source.left = 0, 9
     while True:
         try:
@@ -116,24 +108,22 @@ def test_a_killed_pull_goes_on_where_it_was_cut(publisher, invite, enrolled, sma
     assert source.got == before
 
 
-def test_the_models_own_files_come_from_the_gateway(publisher, invite, enrolled, small_files, tmp_path):
+def test_the_models_own_files_come_from_the_gateway(publisher, invite, enrolled, source, small_files, tmp_path):
     """No copy of the weight store has them, so none is asked and waited for."""
     signed = publisher.publish(1)
     state = NodeState(tmp_path / "state", invite)
-    copy, link = (
-        CutSource(publisher.store, {}),
-        CutSource(publisher.store, {ref_of(d).sha256: d for d in small_files.values()}),
-    )
-    asyncio.run(pull_model(copy, state, enrolled(signed), link))
+    copy = CutSource(publisher.store, {})
+    asyncio.run(pull_model(copy, state, enrolled(signed), source))
     refs, small = publisher.manifest(1).refs, {ref_of(data).sha256 for data in small_files.values()}
-    assert link.got.keys() >= small and sum(link.got.get(ref.sha256, 0) for ref in refs) <= 2  # a byte says it is used
+    assert (
+        source.got.keys() >= small and sum(source.got.get(ref.sha256, 0) for ref in refs) <= 2
+    )  # a byte says it is used
     assert copy.got.keys() == {ref.sha256 for ref in refs}
 
 
-def test_what_was_damaged_on_the_disk_is_pulled_again(publisher, invite, enrolled, small_files, tmp_path):
+def test_what_was_damaged_on_the_disk_is_pulled_again(publisher, invite, enrolled, source, small_files, tmp_path):
     signed, manifest = publisher.publish(3), publisher.manifest(3)
     state = NodeState(tmp_path, invite)
-    source = CutSource(publisher.store, {ref_of(data).sha256: data for data in small_files.values()})
     asyncio.run(pull_model(source, state, enrolled(signed)))
     damaged = state.chunks / manifest.chunks[0].sha256
     damaged.write_bytes(b"x" * manifest.chunks[0].size)
@@ -145,27 +135,20 @@ def test_what_was_damaged_on_the_disk_is_pulled_again(publisher, invite, enrolle
     assert (state.model / "config.json").read_bytes() == small_files["config.json"]
 
 
-def test_a_weight_file_that_lost_bytes_is_made_anew(publisher, invite, enrolled, small_files, tmp_path):
-    """As after a power cut. Its mark has its size, so it is not taken for whole."""
-    state = NodeState(tmp_path, invite)
-    source = CutSource(publisher.store, {ref_of(data).sha256: data for data in small_files.values()})
-    for version in (3, 4):
-        asyncio.run(pull_model(source, state, enrolled(publisher.publish(version))))
-        torn = state.model / "model.safetensors"
-        if version == 3:
-            torn.write_bytes(torn.read_bytes()[:-100])
-    held = safetensors.torch.load_file(torn)
-    assert all(torch.equal(held[name], values) for name, values in publisher.reference.weights(4).items())
+@pytest.mark.parametrize(("last", "is_torn"), [(4, True), (0, False)])
+def test_a_weight_file_is_made_anew(publisher, invite, enrolled, source, tmp_path, last, is_torn):
+    """One that lost bytes, as after a power cut: its mark has its size, so it is not taken for whole.
 
-
-def test_version_0_is_what_the_folder_holds(publisher, invite, enrolled, small_files, tmp_path):
-    """Engines take a folder for version 0, so one that was made of a later version is made anew."""
+    Engines take a folder for version 0, so one that was made of a later version is none.
+    """
     state = NodeState(tmp_path, invite)
-    source = CutSource(publisher.store, {ref_of(data).sha256: data for data in small_files.values()})
-    for version in (3, 0):
-        asyncio.run(pull_model(source, state, enrolled(publisher.publish(version))))
-    held = safetensors.torch.load_file(state.model / "model.safetensors")
-    assert all(torch.equal(held[name], values) for name, values in publisher.reference.weights(0).items())
+    weights = state.model / "model.safetensors"
+    asyncio.run(pull_model(source, state, enrolled(publisher.publish(3))))
+    if is_torn:
+        weights.write_bytes(weights.read_bytes()[:-100])
+    asyncio.run(pull_model(source, state, enrolled(publisher.publish(last))))
+    held = safetensors.torch.load_file(weights)
+    assert all(torch.equal(held[name], values) for name, values in publisher.reference.weights(last).items())
 
 
 def test_versions_that_are_adapters_bring_the_model_they_are_added_to(

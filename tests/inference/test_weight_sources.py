@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hashlib
-import logging
 import os
 import random
 import shutil
@@ -25,12 +24,12 @@ from composer_prime.import_path import PartConfig
 from composer_prime.run.weights import CHUNK_BYTES, WeightStore
 from inference.engines.local.local_engine import LocalEngine
 from inference.joining import join_config, join_parser
-from inference.node import GatewayLink, InferenceNode
-from inference.receiver import PIECE_BYTES, ChunkSource, FolderSource, Receiver, VersionFolder
+from inference.receiver import PIECE_BYTES, ChunkSource, FolderSource, VersionFolder
 from inference.weight_sources import HttpSource, WeightSources
 from tests.chat_server import http_server
 from tests.engines.models import MAX_CONTEXT
 from tests.inference.gateway_peer import GatewayPeer
+from tests.inference.live_node import live_node
 from tests.inference.test_versions import Training, size_of
 
 TIMEOUT_S = 30.0
@@ -148,21 +147,18 @@ async def test_a_hostile_source_is_refused(training, tmp_path, how):
 
 # With an honest gateway behind it the version comes all the same. Who gave wrong chunks is named and asked no more.
 @pytest.mark.parametrize("how", HOSTILE)
-def test_a_liar_is_named_and_put_aside(training, tmp_path, how, caplog):
-    async def scenario() -> str:
-        training.train(range(3))
-        honest = WeightStore(tmp_path / "copy")
-        for ref in training.written[2][0].refs:
-            honest.put_chunks(training.store.read(ref))
-        spoil(training, how)
-        async with served(training.store.root) as liar:
-            async with pulling(tmp_path, FolderSource(honest), [liar]) as (node, sources):
-                await check(node, training, 2)
-                assert list(sources._aside_until) == [liar]
-            return liar
-
-    with caplog.at_level(logging.WARNING):
-        liar = asyncio.run(scenario())
+async def test_a_liar_is_named_and_put_aside(training, tmp_path, how, caplog):
+    training.train(range(3))
+    honest = WeightStore(tmp_path / "copy")
+    for ref in training.written[2][0].refs:
+        honest.put_chunks(training.store.read(ref))
+    spoil(training, how)
+    async with (
+        served(training.store.root) as liar,
+        pulling(tmp_path, FolderSource(honest), [liar]) as (node, sources),
+    ):
+        await check(node, training, 2)
+        assert list(sources._aside_until) == [liar]
     assert [record for record in caplog.records if liar in record.getMessage()]
 
 
@@ -240,13 +236,10 @@ def test_no_message_has_a_password():
 
 
 # Of a body without end one piece is read; a chunk that a host lacks is no error.
-def test_an_answer_is_bounded():
-    async def read(handler) -> bytes | None:
-        async with scripted(handler) as url:
-            return await read_one(url, TIMEOUT_S)
-
-    assert len(asyncio.run(read(endless)) or b"") == PIECE_BYTES
-    assert asyncio.run(read(answering(404))) is None
+@pytest.mark.parametrize(("handler", "size"), [(endless, PIECE_BYTES), (answering(404), 0)])
+async def test_an_answer_is_bounded(handler, size):
+    async with scripted(handler) as url:
+        assert len(await read_one(url, TIMEOUT_S) or b"") == size
 
 
 # -- which of several is asked -----------------------------------------------------------------------------------------
@@ -345,8 +338,7 @@ async def test_the_gateway_is_asked_last(tmp_path):
     store, clock = WeightStore(tmp_path / "weights"), Clock()
     (ref,), (other,) = store.put_chunks(b"x" * 100), store.put_chunks(b"y" * 100)
     async with scripted(hosting(WeightStore(tmp_path / "empty"), [])) as url:
-        sources = WeightSources(FolderSource(store), TIMEOUT_S, clock=clock)
-        sources.learn([url], "127.0.0.1")
+        sources = sources_of(FolderSource(store), [url], clock=clock)
         pull = asyncio.ensure_future(pull_one_by_one(sources, [ref]))
         await asyncio.sleep(0.05)
         assert not pull.done()
@@ -383,26 +375,13 @@ def test_a_joining_nodes_settings_name_its_engine(tmp_path):
 
 # The whole node: it learns from the welcome where the weights are, and pulls none through the gateway.
 async def test_a_node_pulls_beside_the_gateway(folder, config, keys, publisher):
-    async def scenario() -> list:
-        gateway = GatewayPeer(keys, publisher.store)
-        gateway.manifest = publisher.publish(1)
-        engine = LocalEngine(folder, config, MAX_CONTEXT)
-        await engine.start()
-        link = GatewayLink(lambda: gateway.endpoint, keys.client("node"), 1.0)
-        sources = WeightSources(link, TIMEOUT_S)
-        receiver = Receiver(engine, sources, folder, 1e-3)
-        node = InferenceNode("node-a", engine, link, receiver, config)
-        async with served(publisher.store.root) as url:
-            gateway.sources = [url.replace("127.0.0.1", "*")]
-            ended = asyncio.ensure_future(node.run())
+    gateway = GatewayPeer(keys, publisher.store)
+    gateway.manifest = publisher.publish(1)
+    engine, address = LocalEngine(folder, config, MAX_CONTEXT), lambda: gateway.endpoint
+    async with served(publisher.store.root) as url:
+        gateway.sources = [url.replace("127.0.0.1", "*")]
+        source = lambda link: WeightSources(link, TIMEOUT_S)
+        async with live_node("node-a", engine, folder, config, address, keys.client("node"), source=source):
             await gateway.until(lambda: any(status.version == 1 for status in gateway.statuses), "version 1")
-            ended.cancel()
-            await asyncio.gather(ended, return_exceptions=True)
-        await engine.close()
-        await sources.close()
-        await asyncio.to_thread(link.close)
-        receiver.close()
-        await gateway.close()
-        return gateway.chunk_requests
-
-    assert await scenario() == []
+    await gateway.close()
+    assert gateway.chunk_requests == []
