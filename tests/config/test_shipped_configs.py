@@ -48,14 +48,6 @@ def flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     return values
 
 
-@pytest.mark.parametrize("name", SHIPPED)
-def test_every_shipped_file_resolves(name):
-    # Teachers and a cluster's part of a joint run are laid over a rung; every other file is enough by itself.
-    over = [] if name == "diloco/two-clusters.toml" or not name.startswith(("teachers/", "diloco/")) else ["a4.toml"]
-    words = [word for file in (*over, name) for word in ("@", str(CONFIGS / file))]
-    assert resolve(words).model.path
-
-
 @pytest.mark.parametrize("name", BASED)
 def test_a_file_with_a_base_states_only_what_differs(name):
     # Every key that such a file sets has another value in the resolved configuration of its base.

@@ -3,7 +3,6 @@
 import asyncio
 import hashlib
 import threading
-import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -12,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from waiting import wait_until
 
 from composer_prime.config.diloco import DilocoConfig
 from diloco.rendezvous.rendezvous import Rendezvous
@@ -20,6 +20,7 @@ from diloco.streaming import StreamingDiLoCo
 from diloco.transport.messages import JointKey
 
 RUN = "joint"
+until = wait_until
 
 
 class Blocks(nn.Module):
@@ -167,14 +168,6 @@ def together(*calls: Callable[[], Any], timeout_s: float = 200) -> list[Any]:
     """Run each in a thread of its own; their results in order."""
     with ThreadPoolExecutor(len(calls)) as threads:
         return [future.result(timeout_s) for future in [threads.submit(call) for call in calls]]
-
-
-def until(condition: Callable[[], object], what: str) -> None:
-    """Wait for `condition`; `what` is wrong when it does not come true within 30 s."""
-    deadline = time.monotonic() + 200
-    while not condition():
-        assert time.monotonic() < deadline, what
-        time.sleep(0.002)
 
 
 def assert_same_globals(*trajectories: Trajectory) -> None:

@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from waiting import wait_until
+
 from composer_prime.address import free_port
 
 CONTEXT = multiprocessing.get_context("forkserver")
@@ -29,16 +31,11 @@ class PeerProcess:
         return {row["outer_step"]: row["hash"] for row in rows}
 
     def wait_until(self, outer_step: int, timeout_s: float = 200) -> None:
-        deadline = time.monotonic() + timeout_s
-        while max(self.seen, default=-1) < outer_step:
-            assert time.monotonic() < deadline, f"{self.lines.name} is at {max(self.seen, default=None)}"
-            time.sleep(0.05)
+        wait_until(lambda: max(self.seen, default=-1) >= outer_step, f"{self.lines.name} at {outer_step}", timeout_s)
 
-    def wait_stopped(self, timeout_s: float = 200) -> None:
-        deadline = time.monotonic() + timeout_s
-        while Path(f"/proc/{self.process.pid}/stat").read_text().rpartition(")")[2].split()[0] != "T":
-            assert time.monotonic() < deadline, "the process did not stop"
-            time.sleep(0.05)
+    def wait_stopped(self) -> None:
+        stat = Path(f"/proc/{self.process.pid}/stat")
+        wait_until(lambda: stat.read_text().rpartition(")")[2].split()[0] == "T", "the process to stop")
 
     def signal(self, number: int) -> None:
         os.kill(self.process.pid, number)

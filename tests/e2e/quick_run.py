@@ -7,10 +7,12 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import psutil
+from waiting import wait_until
 
 from composer_prime.run.run_dir import RunDir
 
@@ -67,12 +69,17 @@ class QuickRun:
         lines = [json.loads(line) for line in self.run_dir.metrics.read_text().splitlines() if line.endswith("}")]
         return [line for line in lines if "loss/total" in line]
 
-    def wait_for_step(self, step: int, timeout_s: float = 240) -> None:
+    def wait_for(self, condition: Callable[[], object], log: Path | None = None, timeout_s: float = 600) -> None:
+        """While the launcher lives. `log`: of another process, to show beside the output where this takes too long."""
         deadline = time.monotonic() + timeout_s
-        while max((line["step"] for line in self.trainer_lines()), default=0) < step:
-            assert self.process is not None and self.process.poll() is None, self.output()[-3000:]
-            assert time.monotonic() < deadline, f"waited {timeout_s} s for step {step}: {self.output()[-3000:]}"
+        while not condition():
+            said = self.output()[-3000:] + (log.read_text()[-3000:] if log and log.exists() else "")
+            assert self.process is not None and self.process.poll() is None, said
+            assert time.monotonic() < deadline, f"waited {timeout_s} s: {said}"
             time.sleep(0.1)
+
+    def wait_for_step(self, step: int) -> None:
+        self.wait_for(lambda: max((line["step"] for line in self.trainer_lines()), default=0) >= step)
 
     def members(self) -> list[psutil.Process]:
         """Every living process of this run, the launcher included."""
@@ -95,10 +102,7 @@ class QuickRun:
 
     def wait_until_gone(self, timeout_s: float = 200) -> None:
         """Asserts that no process of the run outlives it."""
-        deadline = time.monotonic() + timeout_s
-        while members := self.members():
-            assert time.monotonic() < deadline, f"left behind: {[process.cmdline() for process in members]}"
-            time.sleep(0.1)
+        wait_until(lambda: not self.members(), "the end of all processes", timeout_s)
 
     def stop(self) -> None:
         for process in self.members():

@@ -59,10 +59,7 @@ def steps_of(run: QuickRun) -> list[dict]:
 
 
 def wait_for(run: QuickRun, count: int) -> None:
-    deadline = time.monotonic() + 600
-    while len(steps_of(run)) < count:
-        assert run.process.poll() is None and time.monotonic() < deadline, run.output()[-3000:]
-        time.sleep(0.05)
+    run.wait_for(lambda: len(steps_of(run)) >= count)
 
 
 def test_a_run_that_ends_in_all_ways_trains_each_sample_once(run):

@@ -8,8 +8,6 @@ import re
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -23,14 +21,6 @@ pytestmark = [
 ]
 
 
-def wait_for(condition: Callable[[], object], run: QuickRun, log: Path, timeout_s: float = 800) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        said = f"{run.output()[-2000:]}\n{log.read_text()[-3000:] if log.exists() else ''}"
-        assert run.process is not None and run.process.poll() is None and time.monotonic() < deadline, said
-        time.sleep(0.2)
-
-
 def test_a_string_brings_a_vllm_node(tmp_path: Path) -> None:
     """The node takes the model and each version over the link, its answers are trained on, and it leaves when asked.
 
@@ -39,29 +29,20 @@ def test_a_string_brings_a_vllm_node(tmp_path: Path) -> None:
     run = QuickRun(tmp_path, f"joined-{os.getpid()}", steps=8)
     run.settings += ["--inference.nodes", "0", "--orchestrator.node_address", "tcp://127.0.0.1:0"]
     run.settings += ["--orchestrator.filter_zero_advantage", "false"]
-    run.settings += [
-        "--trainer.optim.lr",
-        "2e-4",
-    ]  # What a step changes is in the divergence of answers one version old.
+    # What a step changes is in the divergence of answers one version old.
+    run.settings += ["--trainer.optim.lr", "2e-4"]
     log = tmp_path / "join.log"
     try:
         run.start()
-        wait_for(run.run_dir.endpoints.exists, run, log)
-        command = [
-            "-m",
-            "orchestrator.main",
-            "invite",
-            str(run.run_dir.root),
-            "--allow-loopback",
-            "--trust-nodes",
-        ]
+        run.wait_for(run.run_dir.endpoints.exists, log)
+        command = ["-m", "orchestrator.main", "invite", str(run.run_dir.root), "--allow-loopback", "--trust-nodes"]
         invited = subprocess.run([sys.executable, *command], cwd=ROOT, check=True, capture_output=True, text=True)
         words = ["-m", "inference.main", "join", invited.stdout.strip(), "--engine", "vllm", "--name", "box"]
         environment = {**os.environ, MARK: run.name, "XDG_STATE_HOME": str(tmp_path / "state")}
         with log.open("ab") as output:
             joined = subprocess.Popen([sys.executable, *words], cwd=ROOT, env=environment, stdout=output, stderr=output)
         swapped = lambda: set(re.findall(r"weights v([1-9]\d*) in use", log.read_text()))
-        wait_for(lambda: len(swapped()) >= 2 and len(run.trainer_lines()) >= 3, run, log)
+        run.wait_for(lambda: len(swapped()) >= 2 and len(run.trainer_lines()) >= 3, log, 800)
         joined.send_signal(signal.SIGTERM)
         assert joined.wait(200) == 0, log.read_text()[-3000:]
     finally:

@@ -12,6 +12,7 @@ from composer_prime.config.hints import EndpointConfig
 from composer_prime.errors import BudgetError, ConfigError, EndpointError
 from composer_prime.run.costs import spent
 from orchestrator.hints.generate import ChatEndpoint
+from tests.waiting import until
 
 ASK = [{"role": "user", "content": "why?"}]
 PRICES = {"input_usd_per_mtok": 1000.0, "output_usd_per_mtok": 10_000.0, "max_tokens": 20}
@@ -132,17 +133,14 @@ def test_a_missing_key_opens_no_cache(tmp_path, monkeypatch):
     assert not (tmp_path / "hints").exists()
 
 
-def test_the_key_comes_from_the_environment(monkeypatch, tmp_path):
-    async def run():
-        async with chat_peer() as peer:
-            endpoint = ChatEndpoint(peer.config(api_key_var="HINT_KEY"), tmp_path)
-            await endpoint.ask(ASK)
-            await endpoint.close()
-            assert peer.keys == ["Bearer s3cret"]
-            assert "s3cret" not in json.dumps(peer.bodies)
-
+async def test_the_key_comes_from_the_environment(monkeypatch, tmp_path):
     monkeypatch.setenv("HINT_KEY", "s3cret")
-    asyncio.run(run())
+    async with chat_peer() as peer:
+        endpoint = ChatEndpoint(peer.config(api_key_var="HINT_KEY"), tmp_path)
+        await endpoint.ask(ASK)
+        await endpoint.close()
+        assert peer.keys == ["Bearer s3cret"]
+        assert "s3cret" not in json.dumps(peer.bodies)
 
 
 async def test_a_call_that_nobody_waits_for_is_not_made(tmp_path):
@@ -150,8 +148,7 @@ async def test_a_call_that_nobody_waits_for_is_not_made(tmp_path):
     async with chat_peer("silent") as peer:
         endpoint = ChatEndpoint(peer.config(timeout_s=60), tmp_path)
         asked = [asyncio.ensure_future(endpoint.ask(asking(number))) for number in range(9)]
-        while len(peer.bodies) < 8:
-            await asyncio.sleep(0.01)
+        await until(lambda: len(peer.bodies) == 8)
         sent = {body["messages"][0]["content"] for body in peer.bodies}
         for leaving in sorted(asked, key=lambda call: f"no {asked.index(call)}" in sent):
             leaving.cancel()

@@ -109,16 +109,10 @@ def test_the_scope_of_a_hint(scope, turns, place):
         text = tokenizer.decode(teacher)
         assert text.replace("\n" + TOOL_HINT, "", 1) == tokenizer.decode(student[: turn.end])
         assert 0 < span.start - common_prefix(teacher, student) < 8
+    # The trainer's rows have each hinted turn with its sample, without a second copy of its context.
     [[row]] = pack(done.samples, run_id="r", step=1, world_size=1, max_tokens=4096)
-    assert len(row.turns) == len(turns) and row.lengths == [done.samples[0].num_tokens]
-
-
-def test_packing_takes_what_the_stage_makes():
-    # The trainer's rows: each hinted turn with its sample, without a second copy of its context.
-    [done] = attached(stage(), play("tiny", "Add 1 and 2.", [WRONG, OTHER, LAST]))
-    [[row]] = pack(done.samples, run_id="r", step=1, world_size=1, max_tokens=4096)
-    assert len(row.turns) == 2 and row.lengths == [done.samples[0].num_tokens]
-    assert totals(done.samples).distilled_turns == 2
+    assert len(row.turns) == len(turns) == totals(done.samples).distilled_turns
+    assert row.lengths == [done.samples[0].num_tokens]
 
 
 def test_distillations_survive_the_journal():

@@ -14,7 +14,8 @@ from ingest_traces import SESSION, answer, lines, prompt, result, roles, taken, 
 from composer_prime.traces.records import Message, TraceState
 
 
-# Four lines of one message.id are one turn; its context is what came before, its error what came after.
+# Four lines of one message.id are one turn; its context is what came before, its error what came after. Thinking stands
+# in the action of its own turn and in no context.
 def test_lines_of_one_answer_are_one_turn(tmp_path: Path) -> None:
     states, tally = taken(lines(tmp_path / "s.jsonl", *SESSION))
     first, second = states
@@ -24,23 +25,8 @@ def test_lines_of_one_answer_are_one_turn(tmp_path: Path) -> None:
     assert roles(second) == ["user", "assistant", "tool", "tool"]
     assert (first.state_id, second.state_id) == ("s1/0000", "s1/0001")
     assert first.source_model == "claude-sonnet-4" and first.source_family == "claude"
-
-
-# Thinking stands in the action of its own turn and in no context.
-def test_thinking_is_kept_in_the_action_only(tmp_path: Path) -> None:
-    first, second = taken(lines(tmp_path / "s.jsonl", *SESSION))[0]
     assert first.student_action["reasoning_content"] == "look first"
     assert "look first" not in str(second.messages)
-
-
-# After a compaction the summary is all there is; the records before it give their states still.
-def test_compaction_starts_the_context_anew(tmp_path: Path) -> None:
-    boundary = {"type": "system", "subtype": "compact_boundary", "uuid": "c1", "parentUuid": None, "sessionId": "s1"}
-    summary = prompt("u2", "c1", "So far: a.py is gone.", isCompactSummary=True)
-    records = [*SESSION, boundary, summary, answer("a9", "u2", text("Then I am done."))]
-    states, tally = taken(lines(tmp_path / "s.jsonl", *records))
-    assert [message["content"] for message in states[2].messages] == ["So far: a.py is gone."]
-    assert tally.skipped == {"system record: compact_boundary": 1}
 
 
 # A resumed session copies its past: within a file by uuid, between files by content.
@@ -307,9 +293,6 @@ def test_queued_prompts(tmp_path: Path) -> None:
     states, tally = taken(lines(tmp_path / "s.jsonl", *start, *twice))
     assert contents(states[1]) == ["task", None, "one", "also Z"]
     assert tally.skipped == {"queued prompt that is there already": 1}
-    other = {**queued("q", "r1", ""), "attachment": {"type": "todo_reminder", "content": []}}
-    states, tally = taken(lines(tmp_path / "s.jsonl", *start, other, answer("a2", "q", text("done"))))
-    assert contents(states[1]) == ["task", None, "one"] and tally.skipped == {"attachment todo_reminder": 1}
 
 
 # A compaction may keep the last messages: they stand behind its summary, and what is said then behind them.
@@ -329,7 +312,7 @@ def test_messages_that_a_compaction_keeps(tmp_path: Path) -> None:
     assert tally.taken == len(records) - 1
 
 
-# A compaction does not make uuids new: what is repeated behind it is skipped.
+# After a compaction the summary is all there is, but uuids are not new: what is repeated behind it is skipped.
 def test_repeated_uuids_behind_a_compaction(tmp_path: Path) -> None:
     boundary = {"type": "system", "subtype": "compact_boundary", "uuid": "c", "parentUuid": None, "sessionId": "s1"}
     start = [prompt("u1", None, "task"), answer("a1", "u1", text("one"))]

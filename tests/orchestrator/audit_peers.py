@@ -35,7 +35,7 @@ async def serve_audits(
     timeout_s: float = 300.0,
     **settings,
 ):
-    """Yield the audits, the nodes' trust, and a function that connects an auditor. `settings`: orchestrator.audit."""
+    """Yield the audits, the nodes' trust, and connect(name, **hello) -> auditor. `settings`: orchestrator.audit."""
     keys = RunKeys.create(folder / "keys")
     store = WeightStore(folder / "weights")
     trust: defaultdict[str, NodeTrust] = defaultdict(NodeTrust)
@@ -69,8 +69,9 @@ async def serve_audits(
     serving = [asyncio.create_task(tick()), asyncio.create_task(receive())]
     peers: list[PeerAuditor] = []
 
-    def connect() -> PeerAuditor:
+    def connect(name: str, **changes) -> PeerAuditor:
         peers.append(PeerAuditor(socket.endpoint, keys))
+        peers[-1].hello(name, **changes)
         return peers[-1]
 
     try:

@@ -18,6 +18,7 @@ from composer_prime.config import Config
 from composer_prime.run.keys import RunKeys
 from composer_prime.run.run_dir import RunDir
 from orchestrator.pipeline import Pipeline
+from tests.waiting import until
 
 
 @dataclass(slots=True, kw_only=True)
@@ -40,9 +41,7 @@ class Running:
     async def rollouts(self, step: int) -> list[dict]:
         """The log of a batch; written beside its delivery, so wait for it."""
         path = self.run_dir.rollouts(step)
-        async with asyncio.timeout(5):
-            while not path.exists():
-                await asyncio.sleep(0.01)
+        await until(path.exists)
         return [json.loads(line) for line in path.read_text().splitlines()]
 
 

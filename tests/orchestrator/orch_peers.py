@@ -188,9 +188,9 @@ class ScriptedPool:
 class PeerAuditor:
     """A DEALER with the trainer's key."""
 
-    def __init__(self, endpoint: str, keys: RunKeys, role: str = "trainer") -> None:
+    def __init__(self, endpoint: str, keys: RunKeys) -> None:
         self._context = zmq.asyncio.Context()
-        self._socket = dealer(self._context, endpoint, keys.client(role))
+        self._socket = dealer(self._context, endpoint, keys.client("trainer"))
         self._decoder = msgspec.msgpack.Decoder(ToAuditor)
 
     def send(self, message: FromAuditor) -> None:

@@ -14,6 +14,7 @@ from orch_peers import PeerAuditor, PeerTrainer, ScriptedPool, make_config
 from composer_prime.run.keys import RunKeys
 from composer_prime.wire.node_messages import AuditRequest, AuditVerdict, Dismissed, Heard, NodeWelcome
 from orchestrator.swarm.trust import NodeTrust
+from tests.waiting import until
 
 DEADLINE_S = 100.0
 
@@ -23,8 +24,7 @@ async def test_a_new_nodes_rollout_waits_for_its_audit(audited):
     async with audited() as (audits, trust, connect):
         offer(audits, record("n0"), "r1")
         waiting = asyncio.ensure_future(audits.cleared("r1"))
-        auditor = connect()
-        auditor.hello("a")
+        auditor = connect("a")
         assert (await auditor.next(NodeWelcome)).run_id == "run-1"
         request = await auditor.next(AuditRequest)
         assert request.sampling.seed == 3 and not waiting.done()
@@ -50,8 +50,7 @@ async def test_what_waits_for_an_auditor_is_bounded_in_bytes(audited, monkeypatc
 async def test_the_error_of_a_full_queue_counts_what_is_queued(audited):
     # An auditor has taken the first answer, and the second is forgotten: their bytes wait no more.
     async with audited() as (audits, _, connect):
-        auditor = connect()
-        auditor.hello("a")
+        auditor = connect("a")
         offer(audits, record("n0", tokens=30_000), "taken")
         await auditor.next(AuditRequest)
         offer(audits, record("n0", tokens=30_000), "forgotten")
@@ -63,10 +62,12 @@ async def test_the_error_of_a_full_queue_counts_what_is_queued(audited):
 
 
 async def test_answers_that_nobody_waits_for_are_not_queued(audited):
-    # One rollout waited in vain, another is forgotten: an auditor that comes later gets neither answer.
+    # One rollout waited in vain, another is forgotten: an auditor that comes later gets neither answer. The message names
+    # the wait, the node and how many auditors are there.
     async with audited(timeout_s=0.01) as (audits, *_):
         offer(audits, record("n0"), "late")
-        assert "waited 0.01 s" in (await audits.cleared("late") or "")
+        objection = await audits.cleared("late") or ""
+        assert all(part in objection for part in ("waited 0.01 s", "n0", "0 auditors are connected (inference audit)"))
         offer(audits, record("n0"), "forgotten")
         audits.forget("forgotten")
         assert audits.metrics()["audit/queued"] == 0
@@ -80,11 +81,9 @@ async def test_what_a_caught_node_sampled_without_an_audit_is_tainted(audited):
             offer(audits, record(node), name)
         assert await audits.cleared("early") is None and await audits.cleared("other") is None
         assert not audits.is_tainted(["early"])
-        auditor = connect()
-        auditor.hello("a")
+        auditor = connect("a")
         auditor.send(verdict(await auditor.next(AuditRequest), wrong=(1, 2, 3, 4)))
-        while trust["n0"].quarantines == 0:
-            await asyncio.sleep(0.01)
+        await until(lambda: trust["n0"].quarantines)
         assert audits.is_tainted(["other", "early"]) and not audits.is_tainted(["other"])
         assert "n0 was quarantined" in (await audits.cleared("open") or "")
         assert "4 of 8 tokens" in (await audits.cleared("caught") or "")
@@ -93,8 +92,7 @@ async def test_what_a_caught_node_sampled_without_an_audit_is_tainted(audited):
 async def test_a_verdict_at_the_last_moment_is_in_time(audited):
     # The loop is behind: the deadline has passed, and the verdict is handled right after it.
     async with audited(timeout_s=0.01) as (audits, _, connect):
-        auditor = connect()
-        auditor.hello("a")
+        auditor = connect("a")
         await auditor.next(NodeWelcome)
         offer(audits, record("n0"), "r1")
         request = await auditor.next(AuditRequest)
@@ -112,8 +110,7 @@ async def test_each_node_answers_for_its_own_tokens(audited):
     # One node continued for another: the wrong tokens are those of the first.
     async with audited() as (audits, trust, connect):
         offer(audits, record("n1", ("n0", 4), ("n1", 4)), "r1")
-        auditor = connect()
-        auditor.hello("a")
+        auditor = connect("a")
         request = await auditor.next(AuditRequest)
         assert [count for _, count in request.sampled_by] == [4, 4]
         auditor.send(verdict(request, wrong=(0, 1, 2, 3)))
@@ -126,8 +123,7 @@ async def test_an_answer_that_cannot_be_checked_is_no_proof(audited):
     # A new node's rollout fails with the reason; its trust stays as it was.
     async with audited() as (audits, trust, connect):
         offer(audits, record("n0"), "r1")
-        auditor = connect()
-        auditor.hello("a")
+        auditor = connect("a")
         request = await auditor.next(AuditRequest)
         auditor.send(AuditVerdict(audit=request.audit, error="version 3 is not available"))
         assert "could not be audited: auditor a: version 3 is not available" in (await audits.cleared("r1") or "")
@@ -148,8 +144,7 @@ async def test_a_rollout_of_many_answers_is_remembered_once(audited):
 async def test_a_verdict_on_too_few_parts_is_no_verdict(audited):
     # The answer counts as not audited. The run goes on.
     async with audited() as (audits, trust, connect):
-        confused = connect()
-        confused.hello("a")
+        confused = connect("a")
         offer(audits, record("n1", ("n0", 4), ("n1", 4)), "r1")
         request = await confused.next(AuditRequest)
         confused.send(msgspec.structs.replace(verdict(request), parts=verdict(request).parts[:1]))
@@ -161,8 +156,7 @@ async def test_a_verdict_on_too_few_parts_is_no_verdict(audited):
 async def test_an_auditor_of_another_run_is_rejected(audited):
     # The message names both runs. Started anew it names none, and may return.
     async with audited() as (audits, _, connect):
-        auditor = connect()
-        auditor.hello("a", run_id="run-0")
+        auditor = connect("a", run_id="run-0")
         refusal = await auditor.next(Dismissed)
         assert "'run-0'" in refusal.reason and "'run-1'" in refusal.reason and refusal.may_return
         assert audits.metrics()["audit/auditors"] == 0
@@ -174,8 +168,7 @@ async def test_a_rollout_is_audited_whole_before_the_next(audited):
         for number in range(30):
             offer(audits, record("n0", prompt=number), f"r{number % 5}")
         rollout_of = {one.request.audit: name for name, answers in audits._open.items() for one in answers}
-        auditor = connect()
-        auditor.hello("a")
+        auditor = connect("a")
         order = []
         for _ in range(30):
             request = await auditor.next(AuditRequest)

@@ -21,6 +21,7 @@ from orchestrator.rollouts.groups import GroupOutcome
 from orchestrator.rollouts.rollout import Permits, RolloutRunner
 from orchestrator.scheduler import DroppedGroups
 from orchestrator.workers.pool import RolloutFailure, RolloutReply, RunRollout
+from tests.waiting import until
 
 BROKEN = RolloutFailure(kind="sandbox", message="the sandbox is gone", retryable=True)
 HOPELESS = RolloutFailure(kind="context_overflow", message="the prompt is too long", retryable=False)
@@ -182,8 +183,7 @@ async def test_groups_without_advantage_are_left_out_but_counted(open_run, run_d
 async def test_tasks_without_advantage_are_said_before_the_first_batch(open_run, tmp_path, caplog):
     """Where every group gets equal rewards no batch forms, so the dropped groups themselves warn."""
     async with open_run(make_config(tmp_path), ScriptedPool(lambda request: 0.0)), asyncio.timeout(60):
-        while not any(getattr(record, "event_kind", "") == "groups" for record in caplog.records):
-            await asyncio.sleep(0.01)
+        await until(lambda: any(getattr(record, "event_kind", "") == "groups" for record in caplog.records))
     assert "100 % of the groups" in caplog.text and "every reward was 0" in caplog.text
 
 

@@ -21,6 +21,7 @@ from composer_prime.wire.node_messages import NodeHello
 from composer_prime.wire.types import StepReply
 from orchestrator.evals import eval_summary
 from orchestrator.workers.pool import EVAL, RolloutFailure
+from tests.waiting import until
 
 
 @given(st.integers(1, 8), st.data())
@@ -64,8 +65,7 @@ async def test_every_evaluation_plays_the_same_tasks_with_the_same_seeds(open_ru
         for step in (1, 2, 3):
             await trainer.train(step, work_s=0.3)
         await trainer.checkpoint(3)
-        async with asyncio.timeout(60):
-            await run.task
+        await asyncio.wait_for(run.task, 60)
     asked = [request for request in pool.requests if request.taskset == EVAL]
     by_step = {}
     for request in asked:
@@ -95,9 +95,7 @@ async def test_what_keeps_failing_gets_a_pause_between_tries_and_a_message(open_
 
     config = make_config(tmp_path, max_steps=1, max_retries=1, eval={"every_steps": 1, "tasks": 1})
     async with open_run(config, ScriptedPool(broken)):
-        async with asyncio.timeout(20):
-            while not run_dir.eval_rollouts(0).exists() or "after at most" not in caplog.text:
-                await asyncio.sleep(0.01)
+        await until(lambda: run_dir.eval_rollouts(0).exists() and "after at most" in caplog.text)
     assert len(tried) == 2 and tried[1] - tried[0] >= 0.5
     assert "evaluation of step 0: 1 of 1 rollouts have no reward after at most 2 tries" in caplog.text
     assert "sandbox: no disk left" in caplog.text
@@ -136,8 +134,7 @@ async def test_a_node_stuck_at_an_old_version_fails_neither_evaluation_nor_dispa
         for step in (1, 2, 3):
             await trainer.train(step)
         await trainer.checkpoint(3)
-        async with asyncio.timeout(60):
-            await run.task
+        await asyncio.wait_for(run.task, 60)
         assert run.pipeline.gateway.router.policy.oldest == 0
     lines = [json.loads(line) for line in run_dir.eval_rollouts(3).read_text().splitlines()]
     assert {tuple(line["policy_versions"]) for line in lines} == {(3, 3)}
@@ -190,9 +187,7 @@ async def test_evaluation_goes_on_while_a_batch_is_formed_ahead(open_run, run_di
         await stop_with_batch_2_formed(trainer)
     assert not run_dir.eval_rollouts(1).exists()
     async with open_run(make_config(tmp_path, resume=True, **options)):
-        async with asyncio.timeout(10):
-            while not run_dir.eval_rollouts(1).exists():
-                await asyncio.sleep(0.01)
+        await until(run_dir.eval_rollouts(1).exists)
 
 
 async def test_a_step_whose_samples_are_all_left_out_is_evaluated(open_run, run_dir, tmp_path):
@@ -213,6 +208,5 @@ async def test_a_step_whose_samples_are_all_left_out_is_evaluated(open_run, run_
         ledger.append_step(run_dir.ledger, 2, [])
         await trainer.done(2, [])
         await trainer.checkpoint(2)
-        async with asyncio.timeout(30):
-            await run.task
+        await asyncio.wait_for(run.task, 30)
         assert run_dir.eval_rollouts(2).exists()

@@ -156,9 +156,3 @@ async def test_with_weights_0_the_rows_are_those_of_the_policy_loss(open_run, ru
         assert reply.metrics["hints/hinted"] > 0
         assert not any(row.turns or row.units for row in reply.micro_batches)
         assert reply.totals.distilled_turns == 0
-
-
-def distilling(root, **orchestrator: Any) -> Config:
-    values = make_config(root, max_steps=4, **orchestrator).model_dump()
-    values["channels"]["sdpo"] |= {"weight": 0.5}
-    return Config.model_validate(values)

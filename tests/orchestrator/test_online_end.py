@@ -15,6 +15,7 @@ from composer_prime.run.costs import read_costs
 from composer_prime.traces.records import TraceState, read_pairs
 from composer_prime.traces.replay.online import OnlineReplay
 from tests.teachers.loopback import Endpoint, configured, serving, state
+from tests.waiting import until
 
 
 def overrule(model: str, messages: list[dict]) -> tuple[str, dict]:
@@ -53,15 +54,13 @@ async def test_answers_in_flight_are_kept(open_run, run_dir, tmp_path, monkeypat
         async with open_run(config) as run, PeerTrainer(run_dir, run.step_endpoint) as trainer:
             await trainer.attach(0)
             async with asyncio.timeout(60):
-                while endpoint.in_flight < 2:
-                    await asyncio.sleep(0.01)
+                await until(lambda: endpoint.in_flight == 2)
                 if interrupted:
                     run.task.cancel()
                 else:
                     await trainer.train(1)
                     assert (await trainer.checkpoint(1)).error is None
-                while run.pipeline.replay.waiting_for() is None:
-                    await asyncio.sleep(0.01)
+                await until(run.pipeline.replay.waiting_for)
                 _, waiting = await asyncio.wait({run.task}, timeout=0.5)
                 assert waiting and endpoint.in_flight == 2
                 hold.set()

@@ -13,6 +13,7 @@ from composer_prime.run.weights import WeightStore
 from composer_prime.wire.types import RunFinished, StepRefused, StepRequest
 from orchestrator.durability import state_path
 from orchestrator.pipeline import Pipeline
+from tests.waiting import until
 
 
 async def test_a_run_from_first_evaluation_to_last_checkpoint(open_run, run_dir, tmp_path):
@@ -31,8 +32,7 @@ async def test_a_run_from_first_evaluation_to_last_checkpoint(open_run, run_dir,
         saved = await trainer.checkpoint(4)
         assert saved.error is None
         assert isinstance(await trainer.ask(5, 0), RunFinished)
-        async with asyncio.timeout(60):
-            await run.task
+        await asyncio.wait_for(run.task, 60)
         assert ledger.check_ledger(run_dir.ledger) == []
         assert sorted(ledger.effective(run_dir.ledger)) == [1, 2, 3, 4]
         for step in range(1, 5):
@@ -52,15 +52,12 @@ async def test_the_orchestrator_does_not_outrun_a_slow_trainer(open_run, run_dir
     async with open_run(config) as run, PeerTrainer(run_dir, run.step_endpoint) as trainer:
         await trainer.attach(0)
         await trainer.train(1)
-        async with asyncio.timeout(60):
-            while run.pipeline.batches.formed < 2:
-                await asyncio.sleep(0.01)
+        await until(lambda: run.pipeline.batches.formed == 2)
         await trainer.train(2, work_s=0.3)
         await asyncio.sleep(0.3)
         assert not run.task.done()
         assert (await trainer.checkpoint(2)).error is None
-        async with asyncio.timeout(60):
-            await run.task
+        await asyncio.wait_for(run.task, 60)
         assert run_dir.eval_rollouts(2).exists()
 
 
@@ -122,8 +119,7 @@ async def test_evaluation_only(open_run, tmp_path):
     """run.max_steps = 0 evaluates version 0 without any trainer and ends."""
     config = make_config(tmp_path, max_steps=0, eval={"every_steps": 1, "tasks": 3})
     async with open_run(config) as run:
-        async with asyncio.timeout(60):
-            await run.task
+        await asyncio.wait_for(run.task, 60)
         [line] = [line for line in run.lines() if "eval/s/reward_mean" in line]
         assert line["step"] == 0
         assert line["eval/s/version_max"] == 0

@@ -1,4 +1,4 @@
-"""Every shipped file opens: its task sets, its harnesses and its chat template."""
+"""Every shipped file resolves and opens: its task sets, its harnesses and its chat template."""
 
 from __future__ import annotations
 

@@ -1,6 +1,5 @@
 """Connections that pile up bytes which nobody can read are closed, others are not."""
 
-import asyncio
 import errno
 import fcntl
 import os
@@ -13,9 +12,15 @@ from pathlib import Path
 import pytest
 
 from composer_prime.wire.unread import UnreadBytes
+from tests.waiting import until
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the kernel's counts are read as on Linux")
 MIB = 1 << 20
+
+
+def connected(server: socket.socket) -> tuple[socket.socket, socket.socket]:
+    client = socket.create_connection(server.getsockname())
+    return client, server.accept()[0]
 
 
 # Of three connections that sent 3, 2 and 4 MiB, of which the last was read: at most 4 MiB may be unread, so the first
@@ -25,8 +30,7 @@ def test_the_worst_goes_first():
         unread = UnreadBytes(server.getsockname()[1], max_bytes=4 * MIB)
         pairs = []
         for size in (3, 2, 4):
-            client = socket.create_connection(server.getsockname())
-            accepted = server.accept()[0]
+            client, accepted = connected(server)
             received = threading.Thread(target=_receive, args=(accepted, size * MIB))
             received.start()
             client.sendall(bytes(size * MIB))
@@ -37,8 +41,7 @@ def test_the_worst_goes_first():
         assert pairs[0][0].recv(1) == b"", "its connection is closed"
         pairs[0][1].close()
         assert unread.end_worst() == 0
-        again = socket.create_connection(server.getsockname())
-        accepted = server.accept()[0]
+        again, accepted = connected(server)
         assert unread.end_worst() == 0
         for one in (again, accepted, *(end for pair in pairs[1:] for end in pair), pairs[0][0]):
             one.close()
@@ -57,8 +60,7 @@ def test_locks_of_files_stay(tmp_path):
 def test_a_look_that_failed_changes_no_count():
     with socket.create_server(("127.0.0.1", 0)) as server:
         unread = UnreadBytes(server.getsockname()[1], max_bytes=MIB)
-        client = socket.create_connection(server.getsockname())
-        accepted = server.accept()[0]
+        client, accepted = connected(server)
         assert unread.end_worst() == 0
         client.sendall(bytes(2 * MIB))
         _receive(accepted, 2 * MIB)
@@ -77,8 +79,7 @@ def test_a_look_that_failed_changes_no_count():
 def test_one_connection_is_ended_and_no_other():
     with socket.create_server(("127.0.0.1", 0)) as server:
         unread = UnreadBytes(server.getsockname()[1])
-        client = socket.create_connection(server.getsockname())
-        accepted = server.accept()[0]
+        client, accepted = connected(server)
         client.sendall(bytes(1000))
         _receive(accepted, 1000)
         fd = accepted.fileno()
@@ -120,9 +121,7 @@ class OutOfDescriptors(UnreadBytes):
 async def test_a_look_that_fails_is_not_the_last(caplog):
     unread = OutOfDescriptors(0)
     unread.start()
-    async with asyncio.timeout(10):
-        while unread.looks < 2:
-            await asyncio.sleep(0.01)
+    await until(lambda: unread.looks == 2)
     unread.stop()
     assert "could not be counted: [Errno 24] Too many open files" in caplog.text
 

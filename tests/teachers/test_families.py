@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from pathlib import Path
 
 import pytest
@@ -12,7 +11,6 @@ from composer_prime.config.teachers import TeacherConfig
 from composer_prime.model_families import UNKNOWN, family_named, family_of, is_foreign
 from composer_prime.traces.ingest.ingest import ingest_parser
 from composer_prime.traces.records import read_records, votes_beside
-from composer_prime.traces.replay.replay import ReplayProgress
 
 MODELS = ("claude-a", "qwen-b", "glm-c")
 
@@ -81,14 +79,11 @@ def test_models_of_another_family(asked: str, answered: str, foreign: bool) -> N
 
 # The family of a teacher is the one that its configuration names, also where the name of its model tells nothing. An
 # answer of another family is not kept: a repaired endpoint is asked again.
-def test_a_reply_of_another_family_is_not_kept(tmp_path: Path) -> None:
-    async def run() -> ReplayProgress:
-        async with serving(Endpoint(answers=overrule, names={"a-latest": "gemini-3.8-flash"})) as endpoint:
-            config = configured(tmp_path, endpoint.url)
-            first = config.teacher[0].model_dump() | {"model": "a-latest", "family": "gpt"}
-            config.teacher[0] = TeacherConfig.model_validate(first)
-            return await replayed(tmp_path, config, [state(0)])
-
-    (reason,) = asyncio.run(run()).votes.without_vote
+async def test_a_reply_of_another_family_is_not_kept(tmp_path: Path) -> None:
+    async with serving(Endpoint(answers=overrule, names={"a-latest": "gemini-3.8-flash"})) as endpoint:
+        config = configured(tmp_path, endpoint.url)
+        first = config.teacher[0].model_dump() | {"model": "a-latest", "family": "gpt"}
+        config.teacher[0] = TeacherConfig.model_validate(first)
+        (reason,) = (await replayed(tmp_path, config, [state(0)])).votes.without_vote
     assert "came from gemini-3.8-flash, of another family than a-latest" in reason
     assert len([answer for answer in kept_answers(tmp_path / "cache").values() if answer is not None]) == 2

@@ -20,6 +20,7 @@ from composer_prime.traces.records import TraceState, read_pairs, read_records, 
 from composer_prime.traces.replay.online import OnlineReplay
 from composer_prime.traces.replay.replay import FEWEST_CALLS
 from composer_prime.traces.replay.teacher_pool import TeacherPool, teacher_budget
+from tests.waiting import until
 
 
 def settled_calls(tmp_path: Path) -> list[tuple[dict, dict]]:
@@ -184,17 +185,17 @@ def test_objects_and_parts(tmp_path: Path) -> None:
     assert pair.chosen["content"] == "Looking."
 
 
-# An answer that the endpoint filtered is no vote, whatever is left of it; it is kept, so that it is not paid again.
-async def test_a_filtered_answer_is_no_vote(tmp_path: Path) -> None:
-    async with serving(Endpoint(answers=overrule, finish_reason="content_filter")) as endpoint:
+# An answer that was cut or filtered is no vote, whatever is left of it; it is kept, so that it is not paid again. Where it
+# was called for that is a failed call, where it is cached it is no call.
+@pytest.mark.parametrize("reason", ["length", "content_filter"])
+async def test_an_answer_that_did_not_end_is_no_vote(tmp_path: Path, reason: str) -> None:
+    async with serving(Endpoint(answers=overrule, finish_reason=reason)) as endpoint:
         config = configured(tmp_path, endpoint.url)
-        progress = await replayed(tmp_path, config, [state(0)])
-        assert progress.outcomes == {"failed": 1} and "content_filter" in next(iter(progress.votes.without_vote))
-        assert (await replayed(tmp_path, config, [state(0)])).votes.failed == 0 and len(endpoint.asked) == 3
-
-
-def settled(folder: Path) -> list[str]:
-    return [line["status"] for line in read_costs(folder / "costs.jsonl") if line["kind"] == "settled"]
+        first = await replayed(tmp_path, config, [state(0)])
+        again = await replayed(tmp_path / "again", config, [state(0)])
+        assert first.outcomes == again.outcomes == {"failed": 1} and reason in next(iter(first.votes.without_vote))
+        assert (first.votes.calls, first.votes.failed) == (3, 3)
+        assert (again.votes.calls, again.votes.failed, len(endpoint.asked)) == (0, 0, 3)
 
 
 # Half a character, which JSON can escape and UTF-8 cannot hold: in arguments and in text it is replaced, the answer is
@@ -239,7 +240,7 @@ def test_a_state_that_breaks_fails_alone(tmp_path: Path, caplog: pytest.LogCaptu
     progress, _ = play(tmp_path, states, endpoint=Endpoint(answers=overrule, delay_s=0.1))
     assert progress.outcomes == {"failed": 1, "overruled": 7} and progress.pairs == 7
     assert any("TypeError" in reason for reason in progress.votes.without_vote)
-    assert settled(tmp_path) == ["ok"] * 14
+    assert [settled["status"] for _, settled in settled_calls(tmp_path)] == ["ok"] * 14
     (failed,) = [each for each in read_records(votes_beside(tmp_path / "pairs.jsonl")) if each.outcome == "failed"]
     assert failed.state == "t/0007" and "TypeError" in (failed.reason or "")
     assert "state t/0007 of trace t failed" in caplog.text and "Traceback" in caplog.text
@@ -251,14 +252,13 @@ async def test_an_error_of_the_source_waits_for_the_calls_in_flight(tmp_path: Pa
 
         async def states() -> AsyncIterator[TraceState]:
             yield state(0)
-            while endpoint.in_flight < 1:
-                await asyncio.sleep(0.01)
+            await until(lambda: endpoint.in_flight)
             raise ConfigError("states.jsonl:3 is not a state")
 
         with pytest.raises(ConfigError, match=":3 is not a state"):
             await replayed(tmp_path, configured(tmp_path, endpoint.url), states())
         assert len(endpoint.answered) == 1
-    assert settled(tmp_path) == ["ok"]
+    assert [settled["status"] for _, settled in settled_calls(tmp_path)] == ["ok"]
 
 
 # Whatever breaks the replay beside a run, here a ledger that somebody edited, is told; training goes on.

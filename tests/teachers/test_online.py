@@ -34,10 +34,15 @@ def rollout(number: int) -> bytes:
     return json.dumps({"rollout_id": f"g{number}", "task_id": "t", "turns": turns, "tools": tools}).encode() + b"\n"
 
 
-# Rollouts that appear while it runs are replayed, each once; training reads the pairs from the run directory.
-async def test_rollouts_are_replayed_as_they_appear(tmp_path: Path) -> None:
+def started(tmp_path: Path) -> RunDir:
     run_dir = RunDir(tmp_path / "x")
     run_dir.rollouts(1).parent.mkdir(parents=True)
+    return run_dir
+
+
+# Rollouts that appear while it runs are replayed, each once; training reads the pairs from the run directory.
+async def test_rollouts_are_replayed_as_they_appear(tmp_path: Path) -> None:
+    run_dir = started(tmp_path)
     async with serving(Endpoint(answers=overrule)) as endpoint:
         online = OnlineReplay(
             run_config(tmp_path, endpoint.url, online=True), run_dir, MetricsFile(run_dir.metrics, "test"), lambda: 1
@@ -57,21 +62,16 @@ async def test_rollouts_are_replayed_as_they_appear(tmp_path: Path) -> None:
 
 # What a tool printed is masked before a remote teacher sees it; where every teacher is local it leaves nothing.
 @pytest.mark.parametrize("local", [False, True])
-def test_secrets_do_not_reach_remote_teachers(tmp_path: Path, local: bool) -> None:
-    run_dir = RunDir(tmp_path / "x")
-    run_dir.rollouts(1).parent.mkdir(parents=True)
+async def test_secrets_do_not_reach_remote_teachers(tmp_path: Path, local: bool) -> None:
+    run_dir = started(tmp_path)
     token = "ghp_" + "a1B2c3D4e5" * 3 + "F6g7H8"
     run_dir.rollouts(1).write_bytes(rollout(0).replace(b"Task 0.", token.encode()))
     values = run_config(tmp_path, "http://127.0.0.1:9/v1", online=True)
     for teacher in values.teachers.teacher:
         teacher.local = local
     online = OnlineReplay(values, run_dir, MetricsFile(run_dir.metrics, "test"), lambda: 1)
-
-    async def first() -> str:
-        async with asyncio.timeout(20):
-            return (await anext(online._states())).messages[0]["content"]
-
-    assert asyncio.run(first()) == (token if local else "<masked:github-token>")
+    first = await asyncio.wait_for(anext(online._states()), 20)
+    assert first.messages[0]["content"] == (token if local else "<masked:github-token>")
 
 
 async def online_over(run_dir: RunDir, endpoint: Endpoint, **settings: object) -> None:
@@ -83,8 +83,7 @@ async def online_over(run_dir: RunDir, endpoint: Endpoint, **settings: object) -
 
 # A cap that is reached ends the replay, not the run: the coroutine returns and says so.
 def test_a_cap_ends_the_replay_only(tmp_path: Path) -> None:
-    run_dir = RunDir(tmp_path / "x")
-    run_dir.rollouts(1).parent.mkdir(parents=True)
+    run_dir = started(tmp_path)
     run_dir.rollouts(1).write_bytes(b"".join(rollout(number) for number in range(9)))
     asyncio.run(online_over(run_dir, Endpoint(answers=overrule), budget={"usd_per_run": 0.9}))
     assert json.loads(run_dir.metrics.read_text().splitlines()[-1])["replay/stopped"] == 1
@@ -92,8 +91,7 @@ def test_a_cap_ends_the_replay_only(tmp_path: Path) -> None:
 
 # A disk that refuses the pairs ends the replay before a teacher is asked, not the run: what is there is trained on.
 def test_pairs_that_cannot_be_written_end_the_replay_only(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    run_dir = RunDir(tmp_path / "x")
-    run_dir.rollouts(1).parent.mkdir(parents=True)
+    run_dir = started(tmp_path)
     run_dir.rollouts(1).write_bytes(rollout(0))
     (run_dir.root / "pairs.jsonl").symlink_to(tmp_path / "unmounted" / "pairs.jsonl")
     endpoint = Endpoint(answers=overrule)

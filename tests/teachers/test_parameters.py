@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from pathlib import Path
 
 import pytest
@@ -28,13 +27,10 @@ def differ(model: str, messages: list[dict]) -> tuple[str, dict]:
 
 
 # A teacher is asked by the keys that its endpoint knows; the others are asked as before.
-def test_each_teacher_has_its_keys(tmp_path: Path) -> None:
-    async def run() -> list[dict]:
-        async with serving(Endpoint(answers=differ)) as endpoint:
-            await replayed(tmp_path, reasoning(configured(tmp_path, endpoint.url)), [state(0)])
-            return endpoint.seen
-
-    seen = {body["model"]: body for body in asyncio.run(run())}
+async def test_each_teacher_has_its_keys(tmp_path: Path) -> None:
+    async with serving(Endpoint(answers=differ)) as endpoint:
+        await replayed(tmp_path, reasoning(configured(tmp_path, endpoint.url)), [state(0)])
+    seen = {body["model"]: body for body in endpoint.seen}
     assert seen["gpt-a"]["max_completion_tokens"] == 20 and not {"max_tokens", "temperature"} & set(seen["gpt-a"])
     for model in ("qwen-b", "glm-c"):
         assert (seen[model]["max_tokens"], seen[model]["temperature"]) == (20, 0)

@@ -130,17 +130,6 @@ async def test_nothing_is_paid_twice(tmp_path: Path) -> None:
     assert paid.price_usd == cached.price_usd == pytest.approx(0.22)
 
 
-# An answer that was cut gives no vote: where it was called for that is a failed call, where it is cached it is no call.
-async def test_a_cut_answer_in_the_cache_is_no_failed_call(tmp_path: Path) -> None:
-    async with serving(Endpoint(answers=overrule, finish_reason="length")) as endpoint:
-        config = configured(tmp_path, endpoint.url)
-        first = await replayed(tmp_path, config, [state(0)])
-        again = await replayed(tmp_path / "again", config, [state(0)])
-        assert (first.votes.calls, first.votes.failed) == (3, 3)
-        assert (again.votes.calls, again.votes.failed) == (0, 0)
-        assert first.outcomes == again.outcomes == {"failed": 1}
-
-
 # A crash between a state's pairs and its votes, or within a line, loses nothing and doubles nothing.
 def test_a_crash_between_the_files(tmp_path: Path) -> None:
     play(tmp_path, [state(0), state(1)])

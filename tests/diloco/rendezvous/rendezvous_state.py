@@ -43,11 +43,11 @@ class RendezvousState:
     ) -> list[ToPeer]:
         """From all ranks, as a process that was started a moment ago."""
         return [
-            self.handler.answer(PeerHello(
-                protocol=PROTOCOL, run="joint", peer=peer, rank=rank, ranks=ranks, instance=instance,
-                outer_step=outer_step, base_hash=base(outer_step, rank, run), training=False, layout=[], settings={},
-                round_deadline_s=DEADLINE_S, **facts,
-            ))
+            self.handler.answer(PeerHello(**{
+                "protocol": PROTOCOL, "run": "joint", "peer": peer, "rank": rank, "ranks": ranks, "instance": instance,
+                "outer_step": outer_step, "base_hash": base(outer_step, rank, run), "training": False, "layout": [],
+                "settings": {}, "round_deadline_s": DEADLINE_S, **facts,
+            }))
             for rank in range(ranks)
         ]  # fmt: skip
 

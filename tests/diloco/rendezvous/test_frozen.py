@@ -12,7 +12,7 @@ from rendezvous_state import RendezvousState
 from composer_prime.errors import RunMismatchError
 from diloco.fragments import frozen_digest
 from diloco.streaming import FROZEN_KEY, StreamingDiLoCo
-from diloco.transport.messages import PROTOCOL, BeatReply, PeerHello, encode, from_peer
+from diloco.transport.messages import PROTOCOL, BeatReply, PeerHello
 
 
 def adapted(seed: int = 0) -> Blocks:
@@ -62,12 +62,8 @@ def test_refusals_of_other_bases(make_rendezvous, key_file):
 @pytest.mark.parametrize("protocol", [PROTOCOL - 1, PROTOCOL + 1])
 def test_other_releases(protocol):
     rendezvous = RendezvousState()
-    hello = PeerHello(
-        protocol=protocol, run="joint", peer="b", rank=0, ranks=1, instance=1, outer_step=0, base_hash="",
-        training=False, layout=[], settings={}, round_deadline_s=1,
-    )  # fmt: skip
     with pytest.raises(RunMismatchError, match=f"peer b speaks {protocol}, this rendezvous {PROTOCOL}: use one"):
-        rendezvous.handler.answer(from_peer(encode(hello)))
+        rendezvous.hello("b", protocol=protocol)
     assert isinstance(rendezvous.hello("b")[0], BeatReply)
 
 
