@@ -35,7 +35,7 @@ IMPATIENT = {"connect_timeout_s": 1.0, "lost_after_s": 0.5}
 
 @pytest.fixture
 def serving(folder, config, keys, publisher):
-    """A started node and its gateway: `async with serving() as (gateway, node, ended)`."""
+    """A node that has sent a heartbeat, and its gateway: `async with serving() as (gateway, node, ended)`."""
 
     @asynccontextmanager
     async def serving(
@@ -49,6 +49,7 @@ def serving(folder, config, keys, publisher):
         link = {"chunk_timeout_s": 1.0}
         try:
             async with live_node("node-a", engine, folder, config, lambda: gateway.endpoint, client, link=link) as made:
+                await gateway.until(lambda: gateway.statuses, "a heartbeat")
                 yield gateway, *made
         finally:
             await gateway.close()
@@ -59,7 +60,6 @@ def serving(folder, config, keys, publisher):
 async def test_a_request_is_answered_with_its_lease(serving, reference):
     # Ids, logprobs, spans and lease come back; the logprobs are those of the reference.
     async with serving() as (gateway, _, _):
-        await gateway.until(lambda: gateway.statuses, "a heartbeat")
         gateway.generate("r1", PROMPT, lease=41, temperature=0.8, seed=3)
         hello, done = gateway.hellos[0], await gateway.next()
     assert (hello.node_id, hello.engine, hello.run_id, hello.version) == ("node-a", "local", None, 0)
@@ -72,7 +72,6 @@ async def test_a_request_is_answered_with_its_lease(serving, reference):
 async def test_what_cannot_be_served_is_said(serving):
     # A prompt beyond the context, ids beyond the vocabulary and torn bytes fail for good; the node goes on.
     async with serving() as (gateway, _, _):
-        await gateway.until(lambda: gateway.node, "a node")
         gateway.generate("long", [5] * MAX_CONTEXT)
         gateway.generate("odd", [5, 100_000])
         answers = [await gateway.next(), await gateway.next()]
@@ -89,7 +88,6 @@ async def test_an_engine_that_gives_no_scores_ends_its_node(serving, monkeypatch
         raise DeadlineError("waited 9 s for scores")
 
     async with serving() as (gateway, node, ended):
-        await gateway.until(lambda: gateway.node, "a node")
         for name in ("generate", "score"):
             monkeypatch.setattr(node._engine, name, hangs)
         gateway.generate("lost", PROMPT)
@@ -101,7 +99,6 @@ async def test_an_engine_that_gives_no_scores_ends_its_node(serving, monkeypatch
 async def test_a_cancelled_request_is_not_answered(serving):
     # Cancel frees the place without an answer; the next request is served.
     async with serving() as (gateway, _, _):
-        await gateway.until(lambda: gateway.node, "a node")
         gateway.generate("gone", PROMPT, max_tokens=240)
         await asyncio.sleep(0.02)
         gateway.send(CancelGenerate(request_id="gone", lease=1))
@@ -143,7 +140,6 @@ class HeldComputer(Computer):
 async def test_a_swap_is_reported_before_the_answers_that_show_it(serving, publisher):
     # The gateway refuses an answer with a swap that it does not know of. Here some go on only with the new weights.
     async with serving(computer=HeldComputer) as (gateway, node, _):
-        await gateway.until(lambda: gateway.statuses, "a heartbeat")
         computer, answers, number = node._engine._computer, [], 0
         for version in (1, 2, 3, 4):
             computer.held_until, sampled = version, computer.sampled
@@ -165,7 +161,6 @@ async def test_a_swap_is_reported_before_the_answers_that_show_it(serving, publi
 async def test_bad_weights_are_reported_and_mended(serving, publisher):
     # A forged manifest and a truncated chunk leave version 0 in use and say why; what is mended is installed.
     async with serving() as (gateway, _, _):
-        await gateway.until(lambda: gateway.statuses, "a heartbeat")
         gateway.announce(publisher.forge(1))
         await gateway.until(lambda: "signature" in (gateway.statuses[-1].weight_error or ""), "the refusal")
         manifest = publisher.manifest(2)
@@ -187,7 +182,6 @@ async def test_bad_weights_are_reported_and_mended(serving, publisher):
 async def test_a_node_that_may_pull_no_more_serves_on(serving, publisher):
     # It says why, keeps its version, and takes the next one once it may pull again.
     async with serving() as (gateway, _, _):
-        await gateway.until(lambda: gateway.statuses, "a heartbeat")
         gateway.refusal = "this node pulled 9 MB: keep its state folder"
         gateway.announce(publisher.publish(1))
         await gateway.until(lambda: "state folder" in (gateway.statuses[-1].weight_error or ""), "the refusal")
@@ -204,7 +198,6 @@ async def test_a_node_that_may_pull_no_more_serves_on(serving, publisher):
 async def test_a_node_without_weights_ends(serving, publisher):
     """A node whose refused weights cannot be replaced by the old ones says why, ends, and answers nothing."""
     async with serving() as (gateway, node, ended):
-        await gateway.until(lambda: gateway.statuses, "a heartbeat")
         node._receiver._folder = publisher.store.root  # holds no model to go back to
         refused = Canary(token_ids=CANARY, logprobs=[-1.0] * (len(CANARY) - 1))
         gateway.announce(publisher.publish(1, canary=refused))
@@ -217,7 +210,6 @@ async def test_a_node_without_weights_ends(serving, publisher):
 async def test_garbage_is_dropped(serving, caplog):
     # Bytes that are no message are logged and change nothing.
     async with serving() as (gateway, _, _):
-        await gateway.until(lambda: gateway.node, "a node")
         for frames in ([b""], [b"\xc1" * 50], [b"\x81\xa4type\xa5other"], [b"a", b"b"], [b"\x91" * 100_000]):
             gateway.send_raw(*frames)
         gateway.generate("fine", PROMPT)
@@ -228,7 +220,6 @@ async def test_garbage_is_dropped(serving, caplog):
 async def test_a_restarted_gateway_is_found_again(serving, keys, publisher):
     # A gateway that comes back (here: at another address) gets a Hello with the run and version, and new requests.
     async with serving() as (gateway, _, _):
-        await gateway.until(lambda: gateway.statuses, "a heartbeat")
         gateway.generate("lost", PROMPT, max_tokens=240)
         await gateway.close()
         await asyncio.sleep(0.5)
@@ -245,7 +236,6 @@ async def test_a_restarted_gateway_is_found_again(serving, keys, publisher):
 async def test_hello_is_said_again_when_asked(serving):
     # A gateway that no longer knows the connection asks once more, and what ran for it is dropped.
     async with serving() as (gateway, _, _):
-        await gateway.until(lambda: gateway.statuses, "a heartbeat")
         gateway.generate("old", PROMPT, max_tokens=240)
         gateway.known.clear()
         await gateway.until(lambda: len(gateway.hellos) >= 2, "a second Hello")
@@ -259,7 +249,6 @@ async def test_hello_is_said_again_when_asked(serving):
 async def test_a_node_without_gateway_gives_up(serving, config):
     # After connect_timeout_s of silence the node ends with an error that says what it waited for.
     async with serving(config=config.model_copy(update=IMPATIENT)) as (gateway, _, ended):
-        await gateway.until(lambda: gateway.statuses, "a heartbeat")
         gateway.silent = True
         with pytest.raises(DeadlineError, match=r"gateway at tcp://127.0.0.1"):
             await asyncio.wait_for(ended, 100)
@@ -269,7 +258,6 @@ async def test_a_node_without_gateway_gives_up(serving, config):
 async def test_a_rejected_node_ends(serving, may_return):
     # Dismissed ends the node with the gateway's reason; the error says whether another start may help.
     async with serving() as (gateway, _, ended):
-        await gateway.until(lambda: gateway.node, "a node")
         gateway.send(Dismissed(reason="give nodes own names", may_return=may_return))
         with pytest.raises(WireError, match="own names") as caught:
             await asyncio.wait_for(ended, 100)
@@ -279,7 +267,6 @@ async def test_a_rejected_node_ends(serving, may_return):
 async def test_an_evicted_node_ends_without_an_error(serving):
     # Whoever started it would start it again after an error. It is drained, and a Hello on the way is refused.
     async with serving() as (gateway, _, ended):
-        await gateway.until(lambda: gateway.node, "a node")
         gateway.send(Dismissed(reason="this node was evicted by the operator", finish_first=True))
         gateway.send(Dismissed(reason="evicted by the operator", may_return=False))
         await asyncio.wait_for(ended, 100)
@@ -289,7 +276,6 @@ async def test_an_evicted_node_ends_without_an_error(serving):
 async def test_drain_finishes_and_says_goodbye(serving, by):
     # A drained node answers what runs, gives new requests back untried, says Goodbye and ends.
     async with serving() as (gateway, node, ended):
-        await gateway.until(lambda: gateway.node, "a node")
         gateway.generate("running", PROMPT, max_tokens=200)
         await asyncio.sleep(0.02)
         gateway.send(Dismissed(reason="enough", finish_first=True)) if by == "gateway" else node.stop("SIGTERM")
@@ -307,7 +293,6 @@ async def test_drain_finishes_and_says_goodbye(serving, by):
 async def test_drain_has_a_deadline(serving, config):
     # Requests that do not end within DRAIN_S are dropped; a second stop drops them at once.
     async with serving() as (gateway, node, ended):
-        await gateway.until(lambda: gateway.node, "a node")
         for k in range(40):
             gateway.generate(f"r{k}", PROMPT, max_tokens=240)
         await asyncio.sleep(0.05)

@@ -153,10 +153,7 @@ async def test_a_liar_is_named_and_put_aside(training, tmp_path, how, caplog):
     for ref in training.written[2][0].refs:
         honest.put_chunks(training.store.read(ref))
     spoil(training, how)
-    async with (
-        served(training.store.root) as liar,
-        pulling(tmp_path, FolderSource(honest), [liar]) as (node, sources),
-    ):
+    async with served(training.store.root) as liar, pulling(tmp_path, FolderSource(honest), [liar]) as (node, sources):
         await check(node, training, 2)
         assert list(sources._aside_until) == [liar]
     assert [record for record in caplog.records if liar in record.getMessage()]

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 from audit_peers import serve_audits
-from orch_peers import MODEL, RUN_ID, RunNode, ScriptedPool
+from orch_peers import MODEL, RUN_ID, PeerTrainer, RunNode, ScriptedPool
 
 from composer_prime.config import Config
 from composer_prime.run.keys import RunKeys
@@ -37,6 +37,13 @@ class Running:
     def lines(self, role: str = "orchestrator") -> list[dict]:
         found = [json.loads(line) for line in self.run_dir.metrics.read_text().splitlines()]
         return [line for line in found if line["role"] == role]
+
+    @asynccontextmanager
+    async def trainer(self, step: int, **options: int) -> AsyncIterator[PeerTrainer]:
+        """A trainer that is attached after `step`."""
+        async with PeerTrainer(self.run_dir, self.step_endpoint, **options) as trainer:
+            await trainer.attach(step)
+            yield trainer
 
     async def rollouts(self, step: int) -> list[dict]:
         """The log of a batch; written beside its delivery, so wait for it."""

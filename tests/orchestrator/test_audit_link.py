@@ -9,7 +9,7 @@ import time
 
 import msgspec
 from audit_peers import STATUS, offer, record, verdict
-from orch_peers import PeerAuditor, PeerTrainer, ScriptedPool, make_config
+from orch_peers import PeerAuditor, ScriptedPool, make_config
 
 from composer_prime.run.keys import RunKeys
 from composer_prime.wire.node_messages import AuditRequest, AuditVerdict, Dismissed, Heard, NodeWelcome
@@ -62,8 +62,8 @@ async def test_the_error_of_a_full_queue_counts_what_is_queued(audited):
 
 
 async def test_answers_that_nobody_waits_for_are_not_queued(audited):
-    # One rollout waited in vain, another is forgotten: an auditor that comes later gets neither answer. The message names
-    # the wait, the node and how many auditors are there.
+    # One rollout waited in vain, another is forgotten: an auditor that comes later gets neither answer. The message
+    # names the wait, the node and how many auditors are there.
     async with audited(timeout_s=0.01) as (audits, *_):
         offer(audits, record("n0"), "late")
         objection = await audits.cleared("late") or ""
@@ -181,8 +181,7 @@ async def test_a_batch_takes_only_rollouts_that_were_audited(open_run, run_dir, 
     # Through the whole orchestrator: a rollout whose audit finds a wrong token fails, and is played again.
     pool = ScriptedPool(lambda request: float(int(request.rollout_id.split("-")[1].split("r")[0]) % 2))
     config = make_config(tmp_path, max_steps=1, audit={"enabled": True})
-    async with open_run(config, pool) as run, PeerTrainer(run_dir, run.step_endpoint) as trainer:
-        await trainer.attach(0)
+    async with open_run(config, pool) as run, run.trainer(0) as trainer:
         auditor = PeerAuditor(json.loads(run_dir.endpoints.read_text())["node"], RunKeys(run_dir.keys))
         refused: list[AuditRequest] = []
 

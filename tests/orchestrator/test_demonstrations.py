@@ -325,8 +325,7 @@ def talking(root: Path, *, resume: bool = False) -> Config:
 async def test_a_trainer_that_attaches_again_gets_no_row_that_it_blamed(open_run, run_dir, tmp_path):
     """The orchestrator that served the row lives on; the step comes again without it."""
     async with open_run(talking(tmp_path), node=False) as run:
-        async with PeerTrainer(run_dir, run.step_endpoint) as first:
-            await first.attach(0)
+        async with run.trainer(0) as first:
             blamed, *rest = served(await first.ask(1, 0))
             ledger.append_step(run_dir.ledger, 1, [], [blamed])
         async with PeerTrainer(run_dir, run.step_endpoint) as second:
@@ -343,8 +342,7 @@ async def test_without_rollouts_an_evaluation_is_played_with_its_own_weights(ope
     values["inference"]["nodes"] = 1
     pool, over = ScriptedPool(), asyncio.Event()
     pool.gates = {("eval0", 1): over}
-    async with open_run(Config.model_validate(values), pool) as run, PeerTrainer(run_dir, run.step_endpoint) as trainer:
-        await trainer.attach(0)
+    async with open_run(Config.model_validate(values), pool) as run, run.trainer(0) as trainer:
         first = asyncio.create_task(trainer.train(1))
         await until(lambda: any("evaluation of step 0" in said for said in trainer.waits))
         assert not first.done()
@@ -366,8 +364,7 @@ def served(reply: StepReply) -> list[str]:
 
 async def test_a_run_without_rollouts_serves_rows_and_resumes_with_the_next_ones(open_run, run_dir, tmp_path):
     """Steps are conversations alone, held-out ones come where they are due, a resume serves what would have come."""
-    async with open_run(talking(tmp_path), node=False) as run, PeerTrainer(run_dir, run.step_endpoint) as trainer:
-        await trainer.attach(0)
+    async with open_run(talking(tmp_path), node=False) as run, run.trainer(0) as trainer:
         replies = [(await trainer.train(step))[0] for step in (1, 2)]
         assert (await trainer.checkpoint(2)).error is None
         replies += await trainer.train(3)
@@ -376,11 +373,7 @@ async def test_a_run_without_rollouts_serves_rows_and_resumes_with_the_next_ones
         assert all(reply.totals.unit_tokens["sft"] >= 6 for reply in replies)
         assert [sum(len(row.units) for row in reply.held_out) for reply in replies] == [10, 10, 0]
         assert replies[2].metrics["sft/rows_in_files"] == 10
-    async with (
-        open_run(talking(tmp_path, resume=True), node=False) as run,
-        PeerTrainer(run_dir, run.step_endpoint) as trainer,
-    ):
-        await trainer.attach(2)
+    async with open_run(talking(tmp_path, resume=True), node=False) as run, run.trainer(2) as trainer:
         again, last = [(await trainer.train(step))[0] for step in (3, 4)]
         assert served(again) == served(replies[2])
         assert len({name for reply in [*replies, last] for name in served(reply)}) == 10

@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 import pytest
 from orch_groups import ended, plan
-from orch_peers import PeerTrainer, ScriptedPool, draw, make_config, sample_ids
+from orch_peers import ScriptedPool, draw, make_config, sample_ids
 
 from composer_prime.errors import EnvironmentWorkerError, RolloutError
 from composer_prime.monitor.events import EventFile, EventHandler, read_events
@@ -42,8 +42,7 @@ def mixed(request: RunRollout) -> float:
 async def test_a_failed_environment_is_retried_with_a_fresh_id_and_seed(open_run, run_dir, tmp_path):
     """The first try of every sibling 0 fails: the second one's reward counts, the first is on record."""
     pool = ScriptedPool(lambda request: BROKEN if sibling(request) == 0 and attempt(request) == 0 else mixed(request))
-    async with open_run(make_config(tmp_path), pool) as run, PeerTrainer(run_dir, run.step_endpoint) as trainer:
-        await trainer.attach(0)
+    async with open_run(make_config(tmp_path), pool) as run, run.trainer(0) as trainer:
         [reply] = await trainer.train(1)
         lines = await run.rollouts(1)
         assert len(lines) == 8
@@ -59,8 +58,7 @@ async def test_a_sibling_that_keeps_failing_is_left_out_and_never_scored_zero(op
     """Its group goes on with the others; the failed rollout has no reward and no sample, but a line in the log."""
     pool = ScriptedPool(lambda request: BROKEN if sibling(request) == 3 else mixed(request))
     config = make_config(tmp_path, max_retries=1)
-    async with open_run(config, pool) as run, PeerTrainer(run_dir, run.step_endpoint) as trainer:
-        await trainer.attach(0)
+    async with open_run(config, pool) as run, run.trainer(0) as trainer:
         replies = await trainer.train(1)
         assert {sample_id.split("-")[1][0] for sample_id in sample_ids(replies)} == {"0", "1", "2"}
         failed = [line for line in await run.rollouts(1) if line["status"] == "failed"]
@@ -72,8 +70,7 @@ async def test_a_sibling_that_keeps_failing_is_left_out_and_never_scored_zero(op
 async def test_a_group_with_too_few_rollouts_is_dropped_and_counted(open_run, run_dir, tmp_path):
     """Every other task fails without hope: no retry, the group is dropped, batches are made of the others."""
     pool = ScriptedPool(lambda request: HOPELESS if request.task_index % 2 else mixed(request))
-    async with open_run(make_config(tmp_path), pool) as run, PeerTrainer(run_dir, run.step_endpoint) as trainer:
-        await trainer.attach(0)
+    async with open_run(make_config(tmp_path), pool) as run, run.trainer(0) as trainer:
         for step in range(1, 5):
             await trainer.train(step)
         counters = run.pipeline.watchdog.scheduler.dropped.counters
@@ -90,11 +87,7 @@ class HackingPool(ScriptedPool):
 
 async def test_the_place_of_a_hack_is_named(open_run, run_dir, tmp_path, caplog):
     """With its rule; not the line of ours that reports it."""
-    async with (
-        open_run(make_config(tmp_path), HackingPool(mixed)) as run,
-        PeerTrainer(run_dir, run.step_endpoint) as trainer,
-    ):
-        await trainer.attach(0)
+    async with open_run(make_config(tmp_path), HackingPool(mixed)) as run, run.trainer(0) as trainer:
         await trainer.train(1)
     found = [record for record in caplog.records if getattr(record, "event_kind", "") == "hack"]
     assert {record.event_where for record in found} == {"m.py:3"} and "process-exit" in found[0].getMessage()
@@ -165,8 +158,7 @@ async def test_workers_that_are_gone_for_good_end_the_run(open_run, tmp_path):
 async def test_groups_without_advantage_are_left_out_but_counted(open_run, run_dir, tmp_path):
     """All-equal rewards: not trained, but in reward/mean, in the log and in the filtered share."""
     pool = ScriptedPool(lambda request: 1.0 if request.task_index % 2 else mixed(request))
-    async with open_run(make_config(tmp_path), pool) as run, PeerTrainer(run_dir, run.step_endpoint) as trainer:
-        await trainer.attach(0)
+    async with open_run(make_config(tmp_path), pool) as run, run.trainer(0) as trainer:
         filtered = []
         for step in range(1, 5):
             [reply] = await trainer.train(step)
@@ -192,11 +184,7 @@ async def test_a_long_rollout_goes_on_over_versions_and_its_new_tokens_are_train
     pool = ScriptedPool(mixed)
     release = asyncio.Event()
     pool.gates["g000001", 1] = release
-    async with (
-        open_run(make_config(tmp_path, max_steps=8), pool) as run,
-        PeerTrainer(run_dir, run.step_endpoint) as trainer,
-    ):
-        await trainer.attach(0)
+    async with open_run(make_config(tmp_path, max_steps=8), pool) as run, run.trainer(0) as trainer:
         for step in range(1, 9):
             if step == 5:
                 release.set()
@@ -228,8 +216,7 @@ async def test_a_displaced_rollout_is_played_again_and_counts_as_no_failure(open
     displaced = RolloutFailure(kind="displaced", message="another rollout blocked the worker")
     pool = ScriptedPool(lambda request: displaced if attempt(request) < 2 else mixed(request))
     config = make_config(tmp_path, max_retries=0)
-    async with open_run(config, pool) as run, PeerTrainer(run_dir, run.step_endpoint) as trainer:
-        await trainer.attach(0)
+    async with open_run(config, pool) as run, run.trainer(0) as trainer:
         await trainer.train(1)
         lines = await run.rollouts(1)
         assert {(line["status"], len(line["failed_attempts"])) for line in lines} == {("trained", 0)}
@@ -240,11 +227,7 @@ async def test_synchronous_training_uses_only_the_newest_version(open_run, run_d
     """max_staleness 0 with a node that swaps late: every token of batch N is of version N - 1."""
     pool = ScriptedPool(lambda request: draw(request.rollout_id))
     config = make_config(tmp_path, max_staleness=0, max_steps=5)
-    async with (
-        open_run(config, pool, swap_s=0.1, delay_s=0.01) as run,
-        PeerTrainer(run_dir, run.step_endpoint, max_staleness=0) as trainer,
-    ):
-        await trainer.attach(0)
+    async with open_run(config, pool, swap_s=0.1, delay_s=0.01) as run, run.trainer(0, max_staleness=0) as trainer:
         for step in range(1, 6):
             [reply] = await trainer.train(step, work_s=0.05)
             versions = {v for batch in reply.micro_batches for v in batch.versions}
@@ -256,11 +239,7 @@ async def test_synchronous_training_uses_only_the_newest_version(open_run, run_d
 async def test_the_next_batch_is_played_while_the_trainer_works(open_run, run_dir, tmp_path):
     """max_staleness 1: batch N + 1 is there before step N is done, and never more than one step stale."""
     pool = ScriptedPool(lambda request: draw(request.rollout_id))
-    async with (
-        open_run(make_config(tmp_path, max_steps=6), pool, swap_s=0.05) as run,
-        PeerTrainer(run_dir, run.step_endpoint) as trainer,
-    ):
-        await trainer.attach(0)
+    async with open_run(make_config(tmp_path, max_steps=6), pool, swap_s=0.05) as run, run.trainer(0) as trainer:
         replies = {1: await trainer.ask(1, 0)}
         for step in range(1, 6):
             replies[step + 1] = await trainer.ask(step + 1, 0)

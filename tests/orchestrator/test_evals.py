@@ -60,8 +60,7 @@ async def test_every_evaluation_plays_the_same_tasks_with_the_same_seeds(open_ru
 
     pool = ScriptedPool(reward)
     config = make_config(tmp_path, max_steps=3, eval={"every_steps": 2, "tasks": 3, "samples": 2})
-    async with open_run(config, pool) as run, PeerTrainer(run_dir, run.step_endpoint) as trainer:
-        await trainer.attach(0)
+    async with open_run(config, pool) as run, run.trainer(0) as trainer:
         for step in (1, 2, 3):
             await trainer.train(step, work_s=0.3)
         await trainer.checkpoint(3)
@@ -106,8 +105,7 @@ async def test_the_last_evaluation_waits_for_the_last_version_or_says_why_not(op
     monkeypatch.setattr("orchestrator.evals._VERSION_TIMEOUT_S", 1.0)
     evaluation = {"every_steps": 5, "tasks": 2}
     config = make_config(tmp_path, max_steps=1, eval=evaluation)
-    async with open_run(config, swap_s=60) as run, PeerTrainer(run_dir, run.step_endpoint) as trainer:
-        await trainer.attach(0)
+    async with open_run(config, swap_s=60) as run, run.trainer(0) as trainer:
         await trainer.train(1)
         [error] = await asyncio.gather(run.task, return_exceptions=True)
         assert isinstance(error, DeadlineError)
@@ -157,8 +155,7 @@ async def test_evaluation_does_not_stop_training(open_run, run_dir, tmp_path):
     pool = ScriptedPool(lambda request: draw(request.rollout_id))
     pool.pause_s = lambda request: 100.0 if request.taskset == EVAL else 0.0
     config = make_config(tmp_path, max_steps=4, eval={"every_steps": 4, "tasks": 5}, max_concurrent=8)
-    async with open_run(config, pool) as run, PeerTrainer(run_dir, run.step_endpoint) as trainer:
-        await trainer.attach(0)
+    async with open_run(config, pool) as run, run.trainer(0) as trainer:
         for step in (1, 2, 3):
             await trainer.train(step)
         assert run.pipeline.watchdog.evaluator.running == 0
@@ -197,11 +194,7 @@ async def test_a_step_whose_samples_are_all_left_out_is_evaluated(open_run, run_
         blamed = await stop_with_batch_2_formed(trainer)
         ledger.append_step(run_dir.ledger, 2, [], left_out=blamed)
         ledger.append_rewind(run_dir.ledger, 1)
-    async with (
-        open_run(make_config(tmp_path, resume=True, **options)) as run,
-        PeerTrainer(run_dir, run.step_endpoint) as trainer,
-    ):
-        await trainer.attach(1)
+    async with open_run(make_config(tmp_path, resume=True, **options)) as run, run.trainer(1) as trainer:
         reply = await trainer.ask(2, 0)
         assert isinstance(reply, StepReply) and not sample_ids([reply])
         trainer.publish(2)

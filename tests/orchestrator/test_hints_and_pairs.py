@@ -5,7 +5,7 @@ from typing import Any
 import msgspec
 import pytest
 from orch_groups import ended, plan, ready, rollout
-from orch_peers import MODEL, PeerTrainer, ScriptedPool, make_config
+from orch_peers import MODEL, ScriptedPool, make_config
 
 from composer_prime.channels.replay_dpo import pair_unit
 from composer_prime.config import Config
@@ -121,8 +121,7 @@ def both_losses(root, *, max_steps: int, resume_: bool = False, **orchestrator: 
 async def test_batches_carry_hinted_turns_and_pairs(open_run, run_dir, tmp_path):
     """Each row's turns match id by id, every step has its pairs, the log shows the hints, and a resume goes on."""
     config = both_losses(tmp_path, max_steps=3)
-    async with open_run(config, ToolPool()) as run, PeerTrainer(run_dir, run.step_endpoint) as trainer:
-        await trainer.attach(0)
+    async with open_run(config, ToolPool()) as run, run.trainer(0) as trainer:
         for step in (1, 2):
             [reply] = await trainer.train(step)
             assert reply.totals.distilled_turns > 0 and reply.totals.units == {"replay_dpo": 2}
@@ -140,8 +139,7 @@ async def test_batches_carry_hinted_turns_and_pairs(open_run, run_dir, tmp_path)
         assert {line["status"] for line in lines} <= {"trained", "distilled", "filtered"}
         before = [pair.name for reply in trainer.steps[2] for row in reply.micro_batches for pair in row.units]
     config = both_losses(tmp_path, max_steps=3, resume_=True)
-    async with open_run(config, ToolPool()) as run, PeerTrainer(run_dir, run.step_endpoint) as trainer:
-        await trainer.attach(2)
+    async with open_run(config, ToolPool()) as run, run.trainer(2) as trainer:
         [reply] = await trainer.train(3)
         after = [pair.name for row in reply.micro_batches for pair in row.units]
         assert len(after) == 2 and not set(after) & set(before)
@@ -150,8 +148,7 @@ async def test_batches_carry_hinted_turns_and_pairs(open_run, run_dir, tmp_path)
 async def test_with_weights_0_the_rows_are_those_of_the_policy_loss(open_run, run_dir, tmp_path):
     """Hints may be made anyway; the trainer gets none of them."""
     config = make_config(tmp_path, max_steps=1, hints={})
-    async with open_run(config, ToolPool()) as run, PeerTrainer(run_dir, run.step_endpoint) as trainer:
-        await trainer.attach(0)
+    async with open_run(config, ToolPool()) as run, run.trainer(0) as trainer:
         [reply] = await trainer.train(1)
         assert reply.metrics["hints/hinted"] > 0
         assert not any(row.turns or row.units for row in reply.micro_batches)

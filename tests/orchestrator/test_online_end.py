@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
-from orch_peers import PeerTrainer, make_config
+from orch_peers import make_config
 
 from composer_prime.config import Config
 from composer_prime.monitor.metrics_file import MetricsFile
@@ -51,8 +51,7 @@ async def test_answers_in_flight_are_kept(open_run, run_dir, tmp_path, monkeypat
 
     async with serving(Endpoint(answers=holding, hold=hold)) as endpoint:
         config = config_of(tmp_path, endpoint.url)
-        async with open_run(config) as run, PeerTrainer(run_dir, run.step_endpoint) as trainer:
-            await trainer.attach(0)
+        async with open_run(config) as run, run.trainer(0) as trainer:
             async with asyncio.timeout(60):
                 await until(lambda: endpoint.in_flight == 2)
                 if interrupted:

@@ -19,8 +19,7 @@ from tests.waiting import until
 async def test_a_run_from_first_evaluation_to_last_checkpoint(open_run, run_dir, tmp_path):
     """All steps, evaluations, logs and the checkpoint; every sample trained once; the orchestrator ends by itself."""
     config = make_config(tmp_path, max_steps=4, eval={"every_steps": 2, "tasks": 4, "samples": 2, "pass_k": [1, 2]})
-    async with open_run(config) as run, PeerTrainer(run_dir, run.step_endpoint, world_size=2) as trainer:
-        await trainer.attach(0)
+    async with open_run(config) as run, run.trainer(0, world_size=2) as trainer:
         for step in range(1, 5):
             await trainer.train(step, work_s=0.05)
             if step == 2:
@@ -49,8 +48,7 @@ async def test_a_run_from_first_evaluation_to_last_checkpoint(open_run, run_dir,
 async def test_the_orchestrator_does_not_outrun_a_slow_trainer(open_run, run_dir, tmp_path):
     """All batches are formed long before the end: it waits for the last step, its checkpoint and its evaluation."""
     config = make_config(tmp_path, max_steps=2, eval={"every_steps": 2, "tasks": 2})
-    async with open_run(config) as run, PeerTrainer(run_dir, run.step_endpoint) as trainer:
-        await trainer.attach(0)
+    async with open_run(config) as run, run.trainer(0) as trainer:
         await trainer.train(1)
         await until(lambda: run.pipeline.batches.formed == 2)
         await trainer.train(2, work_s=0.3)
@@ -65,8 +63,7 @@ async def test_a_trainer_that_vanishes_is_missed_at_a_deadline(open_run, run_dir
     """A batch is ready and no trainer fetches it: the run ends, and the error names the awaited step."""
     config = make_config(tmp_path, trainer_timeout_s=1.0)
     async with open_run(config) as run:
-        async with PeerTrainer(run_dir, run.step_endpoint) as trainer:
-            await trainer.attach(0)
+        async with run.trainer(0) as trainer:
             await trainer.train(1)
         async with asyncio.timeout(60):
             [error] = await asyncio.gather(run.task, return_exceptions=True)
@@ -77,8 +74,7 @@ async def test_a_trainer_that_vanishes_is_missed_at_a_deadline(open_run, run_dir
 
 async def test_an_announced_version_without_weights_ends_the_run(open_run, run_dir, tmp_path):
     """StepDone without a manifest in the store is an error at once, because no node could ever load it."""
-    async with open_run(make_config(tmp_path)) as run, PeerTrainer(run_dir, run.step_endpoint) as trainer:
-        await trainer.attach(0)
+    async with open_run(make_config(tmp_path)) as run, run.trainer(0) as trainer:
         await trainer.train(1)
         trainer.publish = lambda version: None
         await trainer.train(2)
@@ -90,8 +86,7 @@ async def test_an_announced_version_without_weights_ends_the_run(open_run, run_d
 
 async def test_a_checkpoint_that_cannot_be_written_is_answered_and_the_run_goes_on(open_run, run_dir, tmp_path):
     """The disk refuses: the trainer gets the reason, and training continues without the checkpoint."""
-    async with open_run(make_config(tmp_path)) as run, PeerTrainer(run_dir, run.step_endpoint) as trainer:
-        await trainer.attach(0)
+    async with open_run(make_config(tmp_path)) as run, run.trainer(0) as trainer:
         await trainer.train(1)
         run_dir.checkpoint(1).mkdir(parents=True)
         (run_dir.checkpoint(1) / "orchestrator").touch()
@@ -103,8 +98,7 @@ async def test_a_checkpoint_that_cannot_be_written_is_answered_and_the_run_goes_
 
 async def test_samples_that_were_not_served_are_refused(open_run, run_dir, tmp_path):
     """A trainer that claims other samples than its batch's has trained something else: it gets an error."""
-    async with open_run(make_config(tmp_path)) as run, PeerTrainer(run_dir, run.step_endpoint) as trainer:
-        await trainer.attach(0)
+    async with open_run(make_config(tmp_path)) as run, run.trainer(0) as trainer:
         await trainer.ask(1, 0)
         trainer.publish(1)
         await trainer.done(1, ["g000000-0/0", "stranger"])

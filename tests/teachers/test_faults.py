@@ -185,15 +185,15 @@ def test_objects_and_parts(tmp_path: Path) -> None:
     assert pair.chosen["content"] == "Looking."
 
 
-# An answer that was cut or filtered is no vote, whatever is left of it; it is kept, so that it is not paid again. Where it
-# was called for that is a failed call, where it is cached it is no call.
-@pytest.mark.parametrize("reason", ["length", "content_filter"])
-async def test_an_answer_that_did_not_end_is_no_vote(tmp_path: Path, reason: str) -> None:
+# An answer that was cut or filtered is no vote, whatever is left of it; it is kept, so that it is not paid again. Where
+# it was called for that is a failed call, where it is cached it is no call.
+@pytest.mark.parametrize(("reason", "told"), [("length", "was cut"), ("content_filter", "content_filter")])
+async def test_an_answer_that_did_not_end_is_no_vote(tmp_path: Path, reason: str, told: str) -> None:
     async with serving(Endpoint(answers=overrule, finish_reason=reason)) as endpoint:
         config = configured(tmp_path, endpoint.url)
         first = await replayed(tmp_path, config, [state(0)])
         again = await replayed(tmp_path / "again", config, [state(0)])
-        assert first.outcomes == again.outcomes == {"failed": 1} and reason in next(iter(first.votes.without_vote))
+        assert first.outcomes == again.outcomes == {"failed": 1} and told in next(iter(first.votes.without_vote))
         assert (first.votes.calls, first.votes.failed) == (3, 3)
         assert (again.votes.calls, again.votes.failed, len(endpoint.asked)) == (0, 0, 3)
 
