@@ -38,7 +38,10 @@ from orchestrator.gateway.link import Conduct
 
 async def test_a_sender_of_garbage_is_cut_off_at_its_budget(open_gateway, node_keys):
     """It learns why, loses its requests, and nothing from its connection is looked at; another node serves."""
-    async with open_gateway() as gateway, PeerNode(gateway.node_endpoint, node_keys, "a", delay_s=60) as bad:
+    async with (
+        open_gateway() as gateway,
+        PeerNode(gateway.node_endpoint, node_keys, "a", delay_s=60) as bad,
+    ):
         for _ in range(5):
             bad.send_raw(frames_of(b"\xc1" * (256 << 10)))
         await bad.until(lambda: isinstance(bad.welcome, Dismissed))
