@@ -100,7 +100,8 @@ def test_a_patch_that_breaks_another_module_earns_nothing(tmp_path: Path) -> Non
     gone = {**solution, "shapes_made/more.py": None}
     renamed = {**solution, "shapes_made/more.py": MORE.replace("words", "texts").encode()}
     right, wrong, less, other = (graded(task, tmp_path / "out", patch) for patch in (solution, wreck, gone, renamed))
-    assert not other.solved and not other.tampered and "more.py: join" in other.report
+    assert other.solved and other.elsewhere == ["shapes_made/more.py: join"] and not right.elsewhere
+    assert other.elsewhere[0] in other.report
     assert right.solved and 0 < right.regression_s <= right.wall_s
     assert not wrong.solved and wrong.fraction == 0
     assert "tests/test_more.py::test_join\n" in wrong.report and not less.solved and "tests/test_more.py" in less.report

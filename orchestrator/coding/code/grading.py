@@ -170,7 +170,9 @@ async def grade(
         suite = suite_of(task, trees) if regression_s else None
         others = regression_files(task, suite, taken, regression_s) if suite else []
         result = await _guarded(result, bench, files, suite, others)
-    return replace(result, elsewhere=await asyncio.to_thread(_elsewhere, task, trees, taken))
+    names = await asyncio.to_thread(_elsewhere, task, trees, taken)
+    said = f"It also changes what the known solution leaves alone: {', '.join(names[:5])}.\n" if names else ""
+    return replace(result, elsewhere=names, report=(said + result.report)[:_REPORT_CHARS])
 
 
 async def _guarded(result: Grade, bench: _Bench, files: _Files, suite: Suite | None, others: Sequence[str]) -> Grade:
