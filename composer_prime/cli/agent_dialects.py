@@ -35,7 +35,7 @@ def completion_request(dialect: Dialect[Any], body: dict[str, Any]) -> dict[str,
         chat: dict[str, Any] = {"messages": [message_to_wire(message) for message in messages]}
         if tools and body.get("tool_choice") not in ("none", {"type": "none"}):
             chat["tools"] = [tool_to_wire(tool) for tool in tools]
-    except (UnreadableError, NotImplementedError, ValueError) as error:
+    except (UnreadableError, ValueError, TypeError, LookupError, AttributeError, RuntimeError) as error:
         raise RequestError(str(error)) from None
     return chat | {theirs: body[name] for name, theirs in _SAME.items() if body.get(name) is not None}
 

@@ -49,7 +49,7 @@ class Reader(Dialect[Any]):
     field: ClassVar[str] = "messages"
     items: ClassVar[tuple[str, ...]] = ("message",)
     """What `field` lists."""
-    parts: ClassVar[tuple[str, ...]] = ("text",)
+    parts: ClassVar[tuple[str, ...]] = ("text", "refusal")
     """What their content lists."""
 
     def parse_request(self, body: dict[str, Any]) -> Request:
@@ -102,7 +102,7 @@ class Responses(Reader, ResponsesDialect):
         *("message", "reasoning", "function_call", "function_call_output", "custom_tool_call"),
         *("custom_tool_call_output", "additional_tools", "tool_search_call", "tool_search_output"),
     )
-    parts = ("input_text", "output_text", "reasoning_text")
+    parts = ("input_text", "output_text", "reasoning_text", "text", "refusal")
 
     def stream_events(self, raw: dict[str, Any]) -> list[bytes]:
         events = enumerate(_response_events(raw))
@@ -122,13 +122,15 @@ def install() -> None:
     stock = server.InterceptionServer.handle_request
 
     async def handle(self: Any, request: web.Request, dialect: Dialect[Any]) -> web.StreamResponse:
-        started = time.time()
+        started, session = time.time(), self.sessions.get(dialect.secret(request.headers))
+        known = len(session.trace.nodes) if session else 0
         try:
             return await stock(self, request, dialect)
         except (UnreadableError, *_WRONG) as error:
+            if session is None or len(session.trace.nodes) > known:  # It was read.
+                raise
             if not isinstance(error, UnreadableError):
                 error = UnreadableError(f"the body is no JSON object: {type(error).__name__}: {error}")
-            session = self.sessions[dialect.secret(request.headers)]
             self.record_call(session, dialect, None, started, error=error)
             return self._fail(session, dialect, error)
 

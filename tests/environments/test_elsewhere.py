@@ -62,7 +62,7 @@ def elsewhere(patch: dict[str, str | None], solution: dict[str, str | None] | No
         ("size = 3", "size = (3,)", ["Box.size"]),
         ("return 0", "return None", ["Box.area"]),
         ("loads as read", "load as read", ["read"]),
-        ('os.name == "posix"', "False", ["if os.name == 'posix':", "where"]),
+        ('os.name == "posix"', "False", ["where"]),
         ("Box.size = 4", "Box.size = 5", ["Box.size = 4", "Box.size = 5"]),
         ("Box.size = 4", "Box.size = 4\ndel scale", ["del scale"]),
         ("Box.size = 4", "Box.size = 4\nLIMIT = str(LIMIT)", ["LIMIT"]),
@@ -86,6 +86,9 @@ def test_changes_elsewhere_are_named(old, new, names):
         ("from json import loads as read\n", ""),
         ("    size = 3", "    def _more(self):\n        return 2\n\n    size = 3"),
         ("return value * by", "return (value*by)  # plain"),
+        ("import os", "import os\nimport os.path\ntry:\n    import re2\nexcept ImportError:\n    re2 = None"),
+        ("    size = 3", "    size = 3\n    def filter(self):\n        return 2"),
+        ("Box.size = 4", "Box.size = 4\nif __name__ == '__main__':\n    print(scale(1))"),
     ],
 )
 def test_new_names_and_layout_are_free(old, new):
@@ -100,6 +103,13 @@ def test_the_task_itself_is_free():
     assert elsewhere({"m.py": MODULE.replace("by=2", "by=3").replace("return 0", "return 1")}, solution) == ["Box.area"]
 
 
+# So are statements where it changes one, a file that it deletes or makes a package.
+def test_what_the_solution_moves_is_free():
+    solution = {"m.py": MODULE.replace("Box.size = 4", "Box.size = 5"), "p/a.py": None, "p/a/__init__.py": "one = 1"}
+    patch = {"m.py": MODULE.replace("Box.size = 4", "Box.size = 2 + 3"), "p/a.py": None, "p/a/__init__.py": "one = 1"}
+    assert elsewhere(patch, solution) == []
+
+
 # Files that go, data that changes, exports of a package, a package in a module's place, code that does not parse.
 @pytest.mark.parametrize(
     ("patch", "named"),
@@ -109,6 +119,7 @@ def test_the_task_itself_is_free():
         ({"p/__init__.py": ""}, ["p/__init__.py: one"]),
         ({"p/a/__init__.py": "one = 1"}, ["p/a.py: a package stands in its place"]),
         ({"m.py": "def ("}, ["scale", "Box"]),
+        ({"m.py": f"print({'+'.join(['1'] * 3000)})"}, ["scale", "Box"]),
     ],
 )
 def test_files_elsewhere_are_named(patch, named):

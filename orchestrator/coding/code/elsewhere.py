@@ -21,9 +21,11 @@ from orchestrator.coding.task import parsed
 
 Files = Mapping[str, bytes | None]
 Definition = tuple[str, str]
-"""Kind (function, name, import, condition, statement or file), and what stands there, with the conditions above it."""
+"""Kind (function, name, import, statement or file), and what stands there, with the conditions above it."""
+Definitions = Mapping[str, list[Definition]]
+"""By qualified name; other statements by their text."""
 _PROSE = re.compile(r"\.(md|rst|txt)$|(^|/)(LICENSE|NOTICE|AUTHORS)[^/]*$")
-_MET = re.compile(rf"(^|\.)(__\w+__|{'|'.join(dir(builtins))})$")
+_MET = re.compile(rf"(^|\.)__\w+__$|^({'|'.join(dir(builtins))})$")
 
 
 def changed_elsewhere(start: Files, solution: Files, patch: Files) -> Iterator[str]:
@@ -34,23 +36,35 @@ def changed_elsewhere(start: Files, solution: Files, patch: Files) -> Iterator[s
     """
     for path in sorted(patch):
         module = re.sub(r"/__init__\.py$", ".py", path)
-        if path not in start and module in start:
+        if path not in start and module in start and path not in solution:
             yield f"{module}: a package stands in its place"
         elif path in start and not _PROSE.search(path):
             old, right, new = (_definitions(path, files.get(path, start[path])) for files in (start, solution, patch))
+            if _statements(old) != _statements(right):  # They are the task.
+                old, right, new = (_without_statements(each) for each in (old, right, new))
             changed = {name for name in old.keys() | new.keys() if old.get(name) == right.get(name) != new.get(name)}
             yield from (f"{path}: {name[:60]}" for name in sorted(changed) if not _is_free(path, name, old, new))
 
 
-def _is_free(path: str, name: str, old: Mapping[str, list[Definition]], new: Mapping[str, list[Definition]]) -> bool:
+def _statements(found: Definitions) -> set[str]:
+    return {name for name, [(kind, _), *_] in found.items() if kind == "statement"}
+
+
+def _without_statements(found: Definitions) -> Definitions:
+    return {name: each for name, each in found.items() if each[0][0] != "statement"}
+
+
+def _is_free(path: str, name: str, old: Definitions, new: Definitions) -> bool:
+    kinds = {kind for each in (old, new) for kind, _ in each.get(name, ())}
     if name not in old:
-        return new[name][0][0] != "statement" and not _MET.search(name)
-    is_import = {kind for kind, _ in old[name]} == {"import"}
-    return is_import and name not in new and not path.endswith("__init__.py")
+        runs_at_import = "statement" in kinds and "__name__" not in new[name][0][1]
+        return not runs_at_import and not _MET.search(name)
+    if name not in new:
+        return kinds == {"import"} and not path.endswith("__init__.py")
+    return kinds == {"import"} and set(old[name]) <= set(new[name])
 
 
-def _definitions(path: str, content: bytes | None) -> dict[str, list[Definition]]:
-    """Return what a file defines, by qualified name; other statements are named by their text."""
+def _definitions(path: str, content: bytes | None) -> Definitions:
     if content is None:
         return {}
     found: dict[str, list[Definition]] = defaultdict(list)
@@ -58,13 +72,11 @@ def _definitions(path: str, content: bytes | None) -> dict[str, list[Definition]
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             body = parsed(content).body if path.endswith(".py") else None
+        for name, kind, text in () if body is None else _walk(body, "", ""):
+            found[name].append((kind, text))
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         body = None
-    if body is None:
-        return {"the file": [("file", content.decode(errors="replace"))]}
-    for name, kind, text in _walk(body, "", ""):
-        found[name].append((kind, text))
-    return found
+    return {"the file": [("file", content.decode(errors="replace"))]} if body is None else found
 
 
 def _walk(body: list[ast.stmt], inside: str, above: str) -> Iterator[tuple[str, str, str]]:
@@ -95,7 +107,6 @@ def _walk(body: list[ast.stmt], inside: str, above: str) -> Iterator[tuple[str, 
 def _below(node: ast.If | ast.Try | ast.With, inside: str, above: str) -> Iterator[tuple[str, str, str]]:
     """Yield what stands in the branches of a statement; each branch is a condition above it."""
     head = ast.unparse(node).partition("\n")[0]
-    yield inside + head, "condition", above
     for branch in ("body", "orelse", "finalbody"):
         yield from _walk(getattr(node, branch, []), inside, f"{above}{head} {branch}: ")
     for handler in getattr(node, "handlers", []):

@@ -488,10 +488,12 @@ def _elsewhere(task: CodeTask, trees: Path, taken: _Files) -> list[str]:
     """Return what a patch changes that the known solution leaves alone; [] where none is known."""
     tree, solution = tree_of(task, trees), {path: text.encode() for path, text in task.solution.items()}
     names = {*taken, *(path.removesuffix("/__init__.py") + ".py" for path in taken)}
-    files = {path: tree / path for path in names if tree and not is_below(path, _removed(task, taken))}
-    start = {path: file.read_bytes() for path, file in files.items() if file.is_file()}
+    files = {path: tree / path for path in names if tree and (tree / path).is_file()}
+    start = {path: file.read_bytes() for path, file in files.items() if not is_below(path, task.removed)}
     start |= {path: text.encode() for path, text in task.start.items()}
-    return [*changed_elsewhere(start, solution, taken)] if solution else []
+    # A solution has no deleted files: they are editable by name, or the start alone has them.
+    deleted = [path for path in taken if path in task.editable or (path in task.start and path not in files)]
+    return [*changed_elsewhere(start, dict.fromkeys(deleted) | solution, taken)] if solution else []
 
 
 def _graded_tree(task: CodeTask, tree: Path | None, files: _Files) -> dict[str, bytes]:

@@ -62,7 +62,8 @@ def _junit(content: bytes) -> Outcomes:
                 raise ValueError(f"its report has suites {len(suites)} deep; the limit is {_MAX_DEPTH}")
         elif tag == "testcase":
             names = (*suites, attributes.get("classname"), attributes.get("name"))
-            found.append((_bounded("::".join(filter(None, names))), "passed"))
+            was_run = attributes.get("status") not in ("notrun", "disabled")
+            found.append((_bounded("::".join(filter(None, names))), "passed" if was_run else "skipped"))
         elif tag in ("failure", "error", "skipped") and found:
             name, outcome = found[-1]  # node marks a failed test that is to do as both.
             found[-1] = name, "skipped" if "skipped" in (tag, outcome) else "failed"
@@ -79,7 +80,7 @@ def _junit(content: bytes) -> Outcomes:
     parser.StartDoctypeDeclHandler = refuse
     try:
         parser.Parse(content, True)
-    except expat.ExpatError as error:
+    except (expat.ExpatError, LookupError) as error:  # An encoding may be unknown.
         raise ValueError(f"its report is no whole XML: {error}") from None
     return found
 

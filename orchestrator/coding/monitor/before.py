@@ -151,7 +151,8 @@ def steers(task: CodeTask, path: str) -> bool:
     """Tell whether a file may be what the task's own test command runs, or what says so."""
     if task.runner is None:
         return False
-    is_named = path in re.split(r"[\s;|&<>=]+(?:\./)?", " ".join(task.runner.command))
+    words = re.split(r"[\s;|&<>=]+", " ".join(task.runner.command))
+    is_named = PurePosixPath(path).name in {PurePosixPath(word).name for word in words}
     may_be = path not in task.editable and (is_test_file(path) or _BUILD_FILES.search(path))
     return bool(is_named or may_be or _RUNNER_FILES.search(path))
 

@@ -159,7 +159,7 @@ def _install_programs(programs: Sequence[str], folder: Path) -> None:
         shutil.copy(path, folder / "node_modules/.bin/node")
         if packages:
             subprocess.run(["npm", "install", *words], capture_output=True, text=True, timeout=_NPM_S, check=True)
-    except (subprocess.SubprocessError, OSError) as error:
+    except (subprocess.SubprocessError, OSError, ValueError) as error:
         said = str(getattr(error, "stderr", None) or error).strip()
         raise SandboxError(f"npm could not install {', '.join(programs)}: {said[-500:]}") from None
 
