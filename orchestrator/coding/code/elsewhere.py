@@ -39,11 +39,16 @@ def changed_elsewhere(start: Files, solution: Files, patch: Files) -> Iterator[s
         if path not in start and module in start and path not in solution:
             yield f"{module}: a package stands in its place"
         elif path in start and not _PROSE.search(path):
-            old, right, new = (_definitions(path, files.get(path, start[path])) for files in (start, solution, patch))
-            if _statements(old) != _statements(right):  # They are the task.
-                old, right, new = (_without_statements(each) for each in (old, right, new))
-            changed = {name for name in old.keys() | new.keys() if old.get(name) == right.get(name) != new.get(name)}
-            yield from (f"{path}: {name[:60]}" for name in sorted(changed) if not _is_free(path, name, old, new))
+            versions = [_definitions(path, files.get(path, start[path])) for files in (start, solution, patch)]
+            yield from (f"{path}: {name[:60]}" for name in _changed(path, *versions))
+
+
+def _changed(path: str, old: Definitions, right: Definitions, new: Definitions) -> list[str]:
+    """Return the names that the patch changes and the solution keeps."""
+    if _statements(old) != _statements(right):  # They are the task.
+        old, right, new = (_without_statements(each) for each in (old, right, new))
+    names = [name for name in sorted(old.keys() | new.keys()) if old.get(name) == right.get(name) != new.get(name)]
+    return [name for name in names if not _is_free(path, name, old, new)]
 
 
 def _statements(found: Definitions) -> set[str]:

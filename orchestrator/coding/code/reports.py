@@ -24,6 +24,7 @@ MAX_REPORT_BYTES = 2**22
 TWICE = "named twice"
 _MAX_ID_CHARS = 1000
 _MAX_DEPTH = 40
+_JUNIT = {"notrun": "skipped", "disabled": "skipped"}
 _GO = {"pass": "passed", "fail": "failed", "skip": "skipped"}
 _TAP_TEST = re.compile(r"(not )?ok\b(?: +(\d+))?(?: +-)?(?: +(.*))?")
 _TAP_PLAN = re.compile(r"1\.\.(\d+)(?: *#.*)?")
@@ -62,8 +63,7 @@ def _junit(content: bytes) -> Outcomes:
                 raise ValueError(f"its report has suites {len(suites)} deep; the limit is {_MAX_DEPTH}")
         elif tag == "testcase":
             names = (*suites, attributes.get("classname"), attributes.get("name"))
-            was_run = attributes.get("status") not in ("notrun", "disabled")
-            found.append((_bounded("::".join(filter(None, names))), "passed" if was_run else "skipped"))
+            found.append((_bounded("::".join(filter(None, names))), _JUNIT.get(attributes.get("status"), "passed")))
         elif tag in ("failure", "error", "skipped") and found:
             name, outcome = found[-1]  # node marks a failed test that is to do as both.
             found[-1] = name, "skipped" if "skipped" in (tag, outcome) else "failed"
