@@ -63,7 +63,7 @@ def _junit(content: bytes) -> Outcomes:
                 raise ValueError(f"its report has suites {len(suites)} deep; the limit is {_MAX_DEPTH}")
         elif tag == "testcase":
             names = (*suites, attributes.get("classname"), attributes.get("name"))
-            found.append((_bounded("::".join(filter(None, names))), _JUNIT.get(attributes.get("status"), "passed")))
+            found.append((_bounded("::".join(filter(None, names))), _JUNIT.get(attributes.get("status", ""), "passed")))
         elif tag in ("failure", "error", "skipped") and found:
             name, outcome = found[-1]  # node marks a failed test that is to do as both.
             found[-1] = name, "skipped" if "skipped" in (tag, outcome) else "failed"
