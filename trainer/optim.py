@@ -198,6 +198,7 @@ def _head_rows(lm: PreTrainedModel) -> dict[nn.Parameter, int]:
         projection.get_parameter("weight"): rows
         for module in lm.modules()
         if isinstance(rows := getattr(module, "head_dim", None), int)
+        and getattr(module, "v_head_dim", rows) == rows  # Else values have heads of their own width.
         for name, projection in module.named_children()
         if name in _PER_HEAD
     }

@@ -129,10 +129,11 @@ class TrainerConfig(BaseConfig):
     def _meshes_fit(self) -> TrainerConfig:
         if self.address is None and (problem := self.mesh_problem(self.ranks)):
             raise ValueError(problem)
-        if self.expert_parallel > 1 and (self.lora is not None or self.optim.type.name == "muon"):
+        others = (self.lora is not None, self.optim.type.name == "muon", self.compile is not None)
+        if self.expert_parallel > 1 and any(others):
             raise ValueError(
-                f"trainer.expert_parallel is {self.expert_parallel}, but trainer.lora and trainer.optim.type = 'muon' "
-                "need all experts on one mesh: set it to 1, or train all parameters with 'adamw'"
+                f"trainer.expert_parallel is {self.expert_parallel}, but trainer.lora, trainer.compile and "
+                "trainer.optim.type = 'muon' need all experts on one mesh: set it to 1, or leave these out"
             )
         return self
 

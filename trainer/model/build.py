@@ -61,6 +61,12 @@ def build_policy(config: Config, folder: Path, world: World) -> Policy:
         raise ConfigError(problem)
     offloads = "activations" in config.trainer.offload
     policy = Policy(lm, attention, adapted=adapted, offloads=offloads, context=world.context)
+    if policy.is_recurrent and (world.context is not None or config.trainer.compile is not None):
+        setting = "compile" if world.context is None else "context_parallel"
+        raise ConfigError(
+            f"trainer.{setting} is {getattr(config.trainer, setting)!r}, but {type(lm).__name__} has layers that carry "
+            "a state along whole rows: leave it out"
+        )
     buffers = {name: buffer.to(world.device, copy=True) for name, buffer in policy.named_buffers()}
     shard_policy(policy, world)
     policy.to_empty(device=world.device)

@@ -186,7 +186,8 @@ class Policy(nn.Module):
 
 def recurrent_layers(lm: nn.Module) -> list[nn.Module]:
     """Return the layers whose state runs along a row: to these transformers hands a cache as `cache_params`."""
-    return [layer for layer in lm.modules() if "cache_params" in inspect.signature(layer.forward).parameters]
+    asked = {"hidden_states", "cache_params"}
+    return [layer for layer in lm.modules() if asked <= inspect.signature(layer.forward).parameters.keys()]
 
 
 def _restart(

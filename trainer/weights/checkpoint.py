@@ -175,11 +175,12 @@ class Checkpoints:
         )
 
     def _sums(self, folder: Path, group: dist.ProcessGroup | None = None) -> set[str]:
-        """Return `CRC-32 file` of all files of a checkpoint, of which each rank reads a share. A collective."""
+        """Return `CRC-32 file` of the files that rank 0 sees, of which each rank reads a share. A collective."""
         files = sorted(file for part in ("orchestrator", "trainer") for file in (folder / part).rglob("*.*"))
-        own = files[self.world.rank :: self.world.size]
-        lines = [f"{zlib.crc32(np.memmap(file, mode='r').data):08x} {file.relative_to(folder)}" for file in own]
-        return {*"\n".join(gather_texts("\n".join(lines), group)).split("\n")}
+        listed = "\n".join(str(file.relative_to(folder)) for file in files) if self.world.first else ""
+        names = gather_texts(listed, group)[0].splitlines()
+        lines = [f"{_sum(folder / name)} {name}" for name in names[self.world.rank :: self.world.size]]
+        return {*"\n".join(gather_texts("\n".join(lines), group)).split("\n")} - {""}
 
     def _complete(self, folder: Path, sums: set[str]) -> str:
         """Mark the checkpoint complete, remove old ones. Return the failure."""
@@ -262,3 +263,11 @@ def _root_cause(error: BaseException) -> str:
         error = next(iter(failures.values()))[0]
     lines = str(error).strip().splitlines()
     return f"{type(error).__name__}: {lines[-1] if lines else ''}"
+
+
+def _sum(file: Path) -> str:
+    """Return the CRC-32 of a file, in eight digits; what is wrong with one that cannot be read."""
+    try:
+        return f"{zlib.crc32(np.memmap(file, mode='r').data):08x}"
+    except (OSError, ValueError) as error:  # An empty file has no map.
+        return f"{type(error).__name__:8.8}"
