@@ -215,7 +215,7 @@ def test_a_context_that_is_too_small_is_named(tmp_path: Path, model: Path, insta
 
 
 # The local engine samples for Claude Code with a short tool list. The trainer's own model gives the recorded tokens the
-# recorded logprobs, to two millionths of their size, both in float32.
+# recorded logprobs, to a hundred thousandth of their size, both in float32.
 @pytest.mark.parametrize("installed", ["claude_code"], indirect=True)
 async def test_the_trainer_gives_sampled_tokens_their_logprobs(tmp_path: Path, model: Path, installed: str) -> None:
     settings = {"args": ["--tools", "Bash", "--system-prompt", "You are a programmer."]}
@@ -234,7 +234,7 @@ async def test_the_trainer_gives_sampled_tokens_their_logprobs(tmp_path: Path, m
             scored = policy(row).logprobs_R
         recorded = row.terms["policy"].arrays["sampler_logprobs"]
         assert len(scored) == len(recorded) > 0
-        torch.testing.assert_close(scored, recorded, rtol=2e-6, atol=0.0)
+        torch.testing.assert_close(scored, recorded, rtol=1e-5, atol=0.0)
 
 
 MARK = "31415.9"
